@@ -1,9 +1,9 @@
-"""The noise everything is drawn with: a pure function of seed, lane, counters and token, uniform
-and independent.
+"""Random numbers for sampling: a pure function of seed, lane, counters and token, uniform and
+independent.
 
-If streams for different purposes were alike, every rule would be biased though each of its lines is
-right; so the rules are also run with the engine's real noise. That noise which shares a stream is
-found out is tested with `forerun check`."""
+If streams for different purposes were correlated, every rule would be biased although its code is
+right, so the rules also run with the engine's real noise here. The tests of `forerun check` show
+that it detects noise which shares a stream."""
 
 import itertools
 import math
@@ -21,8 +21,8 @@ from forerun.rng import Lane
 from forerun.sampling.params import SamplingParams
 from forerun.verify import RULES, Noise
 
-COUNT = 20_000
-SURE = 1e-4  # seeds are fixed: a p-value below this is no bad luck
+NUM_DRAWS = 20_000
+MIN_P_VALUE = 1e-4  # seeds are fixed, so a lower p-value shows a fault and not bad luck
 
 
 def test_splitmix64_reference_vectors():
@@ -33,7 +33,7 @@ def test_splitmix64_reference_vectors():
     assert [rng.mix(1234567 + i * rng.GOLDEN) for i in range(1, 5)] == other
 
 
-def test_uniform_is_element_of_a_splitmix_stream():
+def test_uniform_is_an_element_of_a_splitmix_stream():
     assert rng.uniform(0, 0) == ((0xE220A8397B1DCDAF >> 12) + 0.5) * 2.0**-52
     assert rng.uniform(0, 3) == ((0xF88BB8A8724C81EC >> 12) + 0.5) * 2.0**-52
 
@@ -47,7 +47,7 @@ def test_uniform_is_never_0_or_1(bits, monkeypatch):
     assert math.isfinite(rng.gumbel_scalar(5, 0))
 
 
-def test_gumbel_equals_its_scalar_twin():
+def test_gumbel_equals_gumbel_scalar():
     keys = [rng.stream(seed, lane, 17) for seed in (0, 1, 2**63 - 1) for lane in Lane]
     tokens = [0, 1, 2, 1000, 151_935, 2**31]
     pairs = list(itertools.product(keys, tokens))
@@ -59,29 +59,29 @@ def test_gumbel_equals_its_scalar_twin():
     assert (fast - slow).abs().max() <= 1e-15 * slow.abs().max()
 
 
-def test_noise_of_a_token_does_not_depend_on_the_others():
-    """Not on the batch, the row's place in it, the vocabulary or what filters removed."""
+def test_noise_of_a_token_depends_on_its_key_and_token_id_alone():
+    """The batch, the row's index, the vocabulary's size and removed tokens change nothing."""
     keys = [rng.stream(3, Lane.TARGET, i) for i in range(6)]
-    whole = rng.perturb(torch.zeros(6, 40), keys)
-    assert torch.equal(rng.perturb(torch.zeros(1, 40), keys[4:5]), whole[4:5])
-    assert torch.equal(rng.perturb(torch.zeros(6, 20), keys), whole[:, :20])
-    some = torch.zeros(6, 40).masked_fill(torch.arange(40) % 3 == 0, -math.inf)
-    assert torch.equal(rng.perturb(some, keys), whole.masked_fill(some.isinf(), -math.inf))
+    full = rng.perturb(torch.zeros(6, 40), keys)
+    assert torch.equal(rng.perturb(torch.zeros(1, 40), keys[4:5]), full[4:5])
+    assert torch.equal(rng.perturb(torch.zeros(6, 20), keys), full[:, :20])
+    filtered = torch.zeros(6, 40).masked_fill(torch.arange(40) % 3 == 0, -math.inf)
+    assert torch.equal(rng.perturb(filtered, keys), full.masked_fill(filtered.isinf(), -math.inf))
 
 
-def test_only_finite_scores_are_drawn():
+def test_only_tokens_with_finite_scores_are_drawn():
     scores = torch.full((3, 9), -math.inf)
     scores[[0, 1, 2], [8, 0, 4]] = torch.tensor([-80.0, 0.0, 5.0])
     assert rng.gumbel_argmax(scores, [1, 2, 3]).tolist() == [8, 0, 4]
 
 
 def test_gumbel_argmax_draws_from_the_softmax():
-    law = np.array([0.5, 0.3, 0.15, 0.049, 0.001])
+    probs = np.array([0.5, 0.3, 0.15, 0.049, 0.001])
     drawn = rng.gumbel_argmax(
-        torch.tensor(np.log(law)).expand(COUNT, -1),
-        [rng.stream(11, Lane.TARGET, i) for i in range(COUNT)],
+        torch.tensor(np.log(probs)).expand(NUM_DRAWS, -1),
+        [rng.stream(11, Lane.TARGET, i) for i in range(NUM_DRAWS)],
     )
-    assert stats.chisquare(np.bincount(drawn, minlength=5), law * COUNT).pvalue > SURE
+    assert stats.chisquare(np.bincount(drawn, minlength=5), probs * NUM_DRAWS).pvalue > MIN_P_VALUE
 
 
 STREAMS = {
@@ -96,20 +96,20 @@ STREAMS = {
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_every_counter_gives_uniform_numbers(name):
-    values = [rng.uniform(*STREAMS[name](i)) for i in range(COUNT)]
-    assert stats.kstest(values, "uniform").pvalue > SURE
+    values = [rng.uniform(*STREAMS[name](i)) for i in range(NUM_DRAWS)]
+    assert stats.kstest(values, "uniform").pvalue > MIN_P_VALUE
     assert independent(values[:-1], values[1:]), "neighbours"
     assert independent(values[:-2], values[2:]), "next neighbours"
 
 
 def independent(one, other):
-    """Whether pairs fill a 10 by 10 grid evenly."""
+    """Return True if pairs fill a 10 by 10 grid evenly."""
     cells, _, _ = np.histogram2d(one, other, bins=10, range=[[0, 1], [0, 1]])
-    return stats.chisquare(cells.ravel()).pvalue > SURE
+    return stats.chisquare(cells.ravel()).pvalue > MIN_P_VALUE
 
 
-def uses(i):
-    """The first numbers of the streams of a round, and the noise of two tokens."""
+def numbers_of_round(i):
+    """Return the first numbers of the streams of a round, and the noise of two tokens."""
     noise, root = Noise(9, i), i
     keys = [noise.target(0), noise.target(1), noise.draft(0), noise.draft(1)]
     keys += [
@@ -119,7 +119,7 @@ def uses(i):
 
 
 def test_streams_of_one_round_are_independent():
-    table = np.array([uses(2 * i) for i in range(COUNT // 2)]).T
+    table = np.array([numbers_of_round(2 * i) for i in range(NUM_DRAWS // 2)]).T
     assert all(independent(a, b) for a, b in itertools.combinations(table, 2))
 
 
@@ -153,13 +153,16 @@ def test_draw_never_gives_a_token_of_weight_0(weights, u, monkeypatch):
 
 def test_draw_follows_its_weights():
     weights = np.array([0.0, 2.0, 1.0, 0.0, 0.5, 0.01])
-    drawn = np.bincount([Noise(4, i).draw(weights, 0) for i in range(COUNT)], minlength=6)
+    drawn = np.bincount([Noise(4, i).draw(weights, 0) for i in range(NUM_DRAWS)], minlength=6)
     positive = weights > 0
-    assert stats.chisquare(drawn[positive], weights[positive] / weights.sum() * COUNT).pvalue > SURE
+    assert (
+        stats.chisquare(drawn[positive], weights[positive] / weights.sum() * NUM_DRAWS).pvalue
+        > MIN_P_VALUE
+    )
 
 
 @pytest.mark.parametrize("u", [2.0**-54, 0.5, 1 - 2.0**-53])
-def test_accept_at_the_edges(u, monkeypatch):
+def test_accept_with_extreme_uniform_numbers(u, monkeypatch):
     monkeypatch.setattr(rng, "uniform", lambda key, index=0: u)
     noise = Noise(1, 1)
     assert not noise.accept(0, 0.3, 1) and not noise.accept(0, 0, 1)
@@ -170,46 +173,46 @@ def test_accept_at_the_edges(u, monkeypatch):
 
 
 def real_draft(noise, context, drafter, depth, branching):
-    """Drawn as drafters draw: a chain, or a tree of width 2 where trees are taken."""
+    """Draft as proposers do: a chain, or a tree of width 2 if the rule takes trees."""
     params = SamplingParams(temperature=1.0)
     request = DraftRequest(0, [0], params, noise, depth, coupled=False, branching=branching)
     tree = Tree(request)
     for _ in range(depth):
-        laws = [drafter[context + oracle.prefix_of(tree.draft, node)] for node in tree.frontier]
-        grow([tree], torch.tensor(np.log(laws)), 2, "toy")
+        probs = [drafter[context + oracle.prefix_of(tree.draft, node)] for node in tree.frontier]
+        grow([tree], torch.tensor(np.log(probs)), 2, "toy")
     return tree.finish(len(drafter[()]))
 
 
 def speculate(rule, models, depth, length, seed):
-    """One string of `length` tokens said in rounds, as the engine would."""
+    """Generate `length` tokens in rounds of speculative decoding, as the engine does."""
     target, drafter = models
-    said = ()
-    while len(said) < length:
-        noise, context = Noise(seed, 4 + len(said)), said[-1:]
+    output = ()
+    while len(output) < length:
+        noise, context = Noise(seed, 4 + len(output)), output[-1:]
         draft = real_draft(noise, context, drafter, depth, RULES[rule].branching)
         p = np.stack(
             [target[context + oracle.prefix_of(draft, node)] for node in range(len(draft))]
         )
-        said += tuple(RULES[rule].verify([draft], torch.tensor(p).log(), [noise])[0].tokens)
-    return said[:length]
+        output += tuple(RULES[rule].verify([draft], torch.tensor(p).log(), [noise])[0].tokens)
+    return output[:length]
 
 
 def string_p_value(rule, depth=2, length=3, count=1000, vocab=3):
-    """The p-value of what `count` seeds said, against the target's joint law of `length` tokens."""
+    """Return the p-value of the outputs of `count` seeds, given the target's joint distribution."""
     models = [
         last_token_only(table, max(depth + 1, length))
         for table in oracle.toy_models("float", vocab, 1, seed=2)
     ]
-    law = oracle.joint(models[0], length)
-    said = [speculate(rule, models, depth, length, seed) for seed in range(count)]
-    rare = [s for s in law if law[s] * count < 5]
-    cells = [*([s] for s in law if s not in rare), *([rare] if rare else [])]
-    observed = [sum(map(said.count, cell)) for cell in cells]
-    return stats.chisquare(observed, [sum(law[s] for s in cell) * count for cell in cells]).pvalue
+    probs = oracle.joint(models[0], length)
+    outputs = [speculate(rule, models, depth, length, seed) for seed in range(count)]
+    rare = [s for s in probs if probs[s] * count < 5]
+    cells = [*([s] for s in probs if s not in rare), *([rare] if rare else [])]
+    observed = [sum(map(outputs.count, cell)) for cell in cells]
+    return stats.chisquare(observed, [sum(probs[s] for s in cell) * count for cell in cells]).pvalue
 
 
 def last_token_only(table, depth):
-    """A model whose law depends on the last token alone."""
+    """Make a model whose distribution depends on the last token alone."""
     vocab = len(table[()])
     return {
         s: table[s[-1:]]
@@ -220,11 +223,11 @@ def last_token_only(table, depth):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
-def test_rounds_with_real_noise_say_the_target_s_strings(rule):
-    assert string_p_value(rule) > SURE
+def test_outputs_with_real_noise_have_the_target_s_distribution(rule):
+    assert string_p_value(rule) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
-def test_real_noise_says_the_target_s_first_token(rule):
-    """With a drafter for which noise that is shared shows."""
+def test_first_tokens_with_real_noise_have_the_target_s_distribution(rule):
+    """The drafter is one with which noise that is shared would bias the output."""
     assert oracle.check_random_numbers(rule, oracle.ENUMERABLE[rule]).passed

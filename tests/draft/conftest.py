@@ -1,10 +1,10 @@
-"""What tests of heads see while engines run."""
+"""Fixture that records what draft heads compute while engines run."""
 
 import pytest
 
-from tests.draft.watching import Watch, watching
+from tests.draft.recording import LogitRecorder, record_logits
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    return watching(monkeypatch)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> LogitRecorder:
+    return record_logits(monkeypatch)

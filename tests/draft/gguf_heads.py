@@ -1,6 +1,6 @@
 """Draft heads in GGUF files, written with the `gguf` package as llama.cpp's converter writes them.
 
-Names and the order of rows are written out here, so that nothing is the reader's."""
+Names and the order of rows are written out here, so that nothing comes from the code under test."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OUTER = {
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
-    """The rows of queries or keys as the converter of Llama models writes them."""
+    """Order the rows of queries or keys as the converter of Llama models writes them."""
     shape = weight.shape
     pairs = weight.reshape(heads, 2, shape[0] // heads // 2, *shape[1:])
     return pairs.swapaxes(1, 2).reshape(shape)
 
 
 def names_of(head: Any) -> dict[str, str]:
-    """The name in a file of each tensor of a head."""
+    """Map the tensor names of a head to those in a file."""
     named = {}
     for name in head.state_dict():
         stem, _, end = name.rpartition(".")
@@ -50,7 +50,7 @@ def names_of(head: Any) -> dict[str, str]:
 
 
 def metadata(architecture: str, head: Any) -> dict[str, Any]:
-    """The keys of a head."""
+    """Return the metadata of a head."""
     c, layer = head.config, head.config.layer
     rope = layer.ropes[0].parameters
     own = {
@@ -80,8 +80,8 @@ def metadata(architecture: str, head: Any) -> dict[str, Any]:
 
 
 def stored_tensors(architecture: str, head: Any) -> dict[str, np.ndarray]:
-    """The tensors of a head under their names in a file; tokens of a reduced vocabulary are in no
-    order."""
+    """Return the tensors of a head under their names in a file; the tokens of a reduced vocabulary
+    are in random order."""
     layer, state = head.config.layer, dict(head.state_dict())
     if head.d2t is not None:
         order = torch.randperm(len(head.d2t), generator=torch.Generator().manual_seed(4))

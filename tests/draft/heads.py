@@ -1,8 +1,7 @@
 """Every kind of draft head, registered once: tiny heads in each of its shapes, their proposers,
 reference twins and files.
 
-`tests/draft/test_heads.py` asks of all of them what any head must do; a new kind is a line in KINDS
-and some in SHAPES."""
+test_heads.py tests all of them; a new kind needs a line in KINDS and some in SHAPES."""
 
 from __future__ import annotations
 
@@ -38,25 +37,25 @@ class Kind:
     Attributes:
         draft: its --draft kind.
         make: makes a head for a family, of a shape given by further keywords.
-        drafter: its proposer.
+        proposer_type: makes its proposer.
         twin: the reference implementation.
         save, load: write it as it is published, and load it.
-        closeness: the tolerance of logits; some twins compute with a float64 embedding.
+        tolerance: the tolerance of logits; some twins compute with a float64 embedding.
     """
 
     draft: str
     make: Callable[..., Any]
-    drafter: Callable[..., Proposer]
+    proposer_type: Callable[..., Proposer]
     twin: Callable[[Any], Any]
     save: Callable[[Any, Path], object]
     load: Callable[[Path, TargetView], Any]
-    closeness: float = 1e-9
+    tolerance: float = 1e-9
 
-    def propose(
+    def proposer(
         self, head: Any, view: TargetView | None = None, width: int = 1, **room: int
     ) -> Proposer:
-        """Its proposer, for the tiny llama in float64 unless a view says otherwise."""
-        return self.drafter(head, view or target(), width=width, **ROOM | room)
+        """Make its proposer, for `view` or else the tiny llama in float64."""
+        return self.proposer_type(head, view or target(), width=width, **ROOM | room)
 
 
 def eagle(family: str, windows: tuple[int, ...] = (), **changes: Any) -> Any:
@@ -78,7 +77,7 @@ def block(family: str, **changes: Any) -> Any:
 
 
 def medusa_style(family: str, made: Callable[[], Published]) -> Any:
-    """Heads from a published directory, which remember their publication."""
+    """Load heads from a published checkpoint; their attribute `published` is the checkpoint."""
     publication, directory = made(), tiny.new_directory("heads-") / "heads"
     heads = MEDUSA_LOADERS[publication.draft](publication.write(directory))
     heads.published = publication
@@ -125,7 +124,7 @@ WINDOWS = {
 }  # fmt: skip
 NO_CONFIDENCE = {"confidence": False, "confidence_with_markov": False}
 PLAIN = {"markov": None, **NO_CONFIDENCE}
-SOME = {"draft_vocab": 40, "own_head": True}
+REDUCED = {"draft_vocab": 40, "own_head": True}
 FILL_IN = {"sample_from_anchor": False}
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "eagle3": {
@@ -169,17 +168,17 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "no heads": PLAIN,
         "dflash": {**PLAIN, **FILL_IN},
         "one state, one layer, a block of one": {"aux_hidden_layers": (1,), "block": 1, "layer": {"num_hidden_layers": 1}},
-        "reduced vocabulary": SOME,
+        "reduced vocabulary": REDUCED,
         "own embedding and head, narrower": {
             "own_embedding": True, "own_head": True, "layer": {"hidden_size": 24, "head_dim": 8},
         },
         "llama, other rope": {"layer": {"model_type": "llama", "rope_theta": 500.0}},
         "a block longer than what is attended together": {"block": 20},
-        "long, some tokens": {"block": 7, **SOME},
+        "long, some tokens": {"block": 7, **REDUCED},
         "windows": {"layer": WINDOWS},
         "windows, causal inside": {"layer": WINDOWS, "window_causal": True},
         "a gated Markov head": {"markov": MarkovShape(5, "gated")},
-        "a gated one, which says some tokens": {"markov": MarkovShape(5, "gated"), **SOME, **FILL_IN},
+        "a gated one, some tokens": {"markov": MarkovShape(5, "gated"), **REDUCED, **FILL_IN},
         "a recurrent Markov head": {"markov": MarkovShape(5, "rnn")},
         "a recurrent one, filling in": {"markov": MarkovShape(5, "rnn"), **FILL_IN},
     },
@@ -200,7 +199,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 ALL = [(kind, shape) for kind in KINDS for shape in SHAPES[kind]]
 CASES = [
     case for case in ALL if "fewer tokens" not in case[1]
-]  # such a head rarely reads a whole text
+]  # such a head can rarely read a full text
 
 
 def head_of(kind: str, shape: str | None = None, family: str = "llama") -> Any:

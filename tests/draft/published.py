@@ -1,5 +1,5 @@
-"""Checkpoints of draft heads as they are published: configs, tensors, and the formulas of those whose
-family has no other reference."""
+"""Checkpoints of draft heads as they are published: configs, tensors, and formulas of those without
+another reference."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Tensors = dict[str, Tensor]
 @dataclass
 class Published:
     """A checkpoint: its --draft kind, config.json, tensors by their published names, file name, and
-    the logits after the tokens after the target's last states [n, H], the root first."""
+    the formula of logits, given the target's last states [n, H] and the tokens from the root on."""
 
     draft: str
     raw: dict[str, Any]
     tensors: Tensors
-    naive: Callable[[Tensor, Sequence[int]], Tensor] | None = None
+    formula: Callable[[Tensor, Sequence[int]], Tensor] | None = None
     file: str = "model.safetensors"
 
     def write(self, directory: Path) -> Path:
@@ -48,13 +48,13 @@ class Published:
 
 
 class PublishedTwin:
-    """The formula of published heads, which needs no more than their checkpoint."""
+    """The formula of published heads, computed from their checkpoint alone."""
 
     def __init__(self, head: Any) -> None:
-        self.naive = head.published.naive
+        self.formula = head.published.formula
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        return self.naive(last_states(tokens[:-1])[first:], (tokens[-1], *path))
+        return self.formula(last_states(tokens[:-1])[first:], (tokens[-1], *path))
 
 
 def of_head(
@@ -67,7 +67,7 @@ def of_head(
     file: str = "model.safetensors",
     more: Tensors | None = None,
 ) -> Published:
-    """A head of ours under published names; `layer` is what the first layer is called there."""
+    """Return a head under published names; `layer` is the prefix of its first layer there."""
     named = {
         prefix + (name.replace("layers.0.", layer) if layer else name): tensor
         for name, tensor in head.state_dict().items()
@@ -123,7 +123,7 @@ def as_eagle1(head: Any, raw: dict[str, Any] | None = None) -> Published:
 
 
 def eagle1_of_vllm(**changes: Any) -> tuple[Any, Published]:
-    """The same with the fields of the layer apart."""
+    """An EAGLE-1 head in vLLM's layout, which has the layer's fields in an object of their own."""
     head = tiny.eagle1("llama", **changes)
     raw = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": LLAMA}
     tensors = {n if n[:2] == "fc" else f"model.{n}": t for n, t in head.state_dict().items()}
@@ -162,7 +162,7 @@ SLIDING = {
 
 
 def block(raw: dict[str, Any], **changes: Any) -> tuple[Any, Published]:
-    """A block drafter with this config.json; `changes` say what it means."""
+    """A block drafter with this config.json; `changes` are the shape that it describes."""
     head = tiny.block(tiny.block_config("llama", **changes))
     return head, of_head("block", head, raw)
 
@@ -189,7 +189,7 @@ def ibm(
         own[f"ln.{i}.bias"] = random(inner, seed=30 + j)
         own[f"head.{i}.weight"] = random(VOCAB, inner, seed=40 + j)
 
-    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+    def formula(states: Tensor, tokens: Sequence[int]) -> Tensor:
         weight = 0.5 ** (0.5 / levels)
         s = rms(states[-1]) / math.sqrt(2) if scaled else states[-1]
         for i, token in enumerate(tokens):
@@ -198,14 +198,16 @@ def ibm(
             s = gelu(x * own[f"ln.{i}.weight"] + own[f"ln.{i}.bias"])
         return own[f"head.{len(tokens) - 1}.weight"] @ s
 
-    return Published("mlp", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive)
+    return Published(
+        "mlp", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, formula
+    )
 
 
 # ---------------------------------------------------------------- Medusa
 
 
 def medusa(layers: int = 1, prefix: str = "", file: str = "medusa_lm_head.pt") -> Published:
-    """FasterDecoding's: their config.json says two heads, whatever there is."""
+    """FasterDecoding's heads, whose config.json says two heads, however many there are."""
     raw = {
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1,
         "transformers_version": "4.31.0",
@@ -217,7 +219,7 @@ def medusa(layers: int = 1, prefix: str = "", file: str = "medusa_lm_head.pt") -
             own[f"{i}.{j}.linear.bias"] = random(HIDDEN, seed=10 * i)
         own[f"{i}.{layers}.weight"] = random(VOCAB, HIDDEN, seed=10 * i)
 
-    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+    def formula(states: Tensor, tokens: Sequence[int]) -> Tensor:
         i, x = len(tokens) - 1, states[-1]
         for j in range(layers):
             y = own[f"{i}.{j}.linear.weight"] @ x + own[f"{i}.{j}.linear.bias"]
@@ -225,7 +227,7 @@ def medusa(layers: int = 1, prefix: str = "", file: str = "medusa_lm_head.pt") -
         return own[f"{i}.{layers}.weight"] @ x
 
     return Published(
-        "medusa", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive, file
+        "medusa", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, formula, file
     )
 
 
@@ -236,8 +238,8 @@ def medusa_of_vllm(
     shared: bool = False,
     scale: float = 1.0,
 ) -> Published:
-    """vLLM's: some predict only the `draft_vocab` tokens of their token_map, and of these some
-    (`all_rows`) store an lm head with rows for all tokens."""
+    """vLLM's heads: some predict only the `draft_vocab` tokens of their token_map, and of these
+    some (`all_rows`) store an lm head with rows for all tokens."""
     raw = {
         "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "max_paths": 64, "medusa_fc_bias": bias,
         "model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "original_lm_head": shared, "topk": 10,
@@ -254,7 +256,7 @@ def medusa_of_vllm(
                 VOCAB if all_rows else draft_vocab, HIDDEN, seed=10 + i
             )
 
-    def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
+    def formula(states: Tensor, tokens: Sequence[int]) -> Tensor:
         i, x = len(tokens) - 1, states[-1]
         y = own[f"blocks.{i}.layers.0.weight"] @ x + (
             own[f"blocks.{i}.layers.0.bias"] if bias else 0
@@ -266,7 +268,7 @@ def medusa_of_vllm(
         full[ids] = logits[ids] if all_rows else logits
         return full
 
-    return Published("medusa", raw, own, naive)
+    return Published("medusa", raw, own, formula)
 
 
 def rms(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Gemma 4's assistants: what they compute, that they change no text, and what is refused."""
+"""Gemma 4's assistants: they compute what transformers computes, change no text, and are refused if
+they do not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from forerun.draft.kinds import kind_of
 from forerun.draft.proposer import view_of
 from forerun.runtime.torch_runner import Runner
 from tests import gguf_files, tiny
-from tests.draft.asking import compiled, row
+from tests.draft.helpers import make_request, needs_native
 
 TARGETS = ("gemma4", "gemma4-small", "gemma4-moe")
 TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8, 33, 21, 60, 14, 14, 2, 51, 30]
@@ -36,7 +37,7 @@ DEPTH = 5
 def expected_levels(
     target: str, ordered: bool, tokens: list[int], model: Any = None
 ) -> tuple[list[Tensor], list[int]]:
-    """The logits and tokens of each level by transformers' own models, greedily."""
+    """Return the logits and greedy tokens of each level by transformers' own models."""
     model, assistant = model or tiny.hf_model(target), tiny.assistant(target, ordered)[0]
     read = torch.tensor([tokens[:-1]])
     out = model(read, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
@@ -67,7 +68,7 @@ def decoder(target: str, form: str | None) -> Any:
 def drafted(
     target: str, form: str | None, ordered: bool, texts: list[list[int]], width: int = 1
 ) -> tuple[list[Any], list[Tensor]]:
-    """The drafts behind texts that the target has read, and the logits of each level."""
+    """Return the drafts behind texts that the target has read, and the logits of each level."""
     made = decoder(target, form)
     view, runner = view_of(made, form or "int8"), Runner(made, tokens=256, page=4, slots=4)
     assistant = load_assistant(tiny.assistant(target.split("/")[0], ordered)[1], view)
@@ -90,17 +91,15 @@ def drafted(
             states = runner.forward([segment], proposer.aux_hidden_layers).features
             runner.cache.commit(slot, range(end - start))
             proposer.observe(slot, start, states)
-        requests.append(row(tokens, depth=DEPTH, slot=slot))
+        requests.append(make_request(tokens, depth=DEPTH, slot=slot))
     return proposer.propose(requests), levels
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("form", [None, pytest.param("float32", marks=compiled)])
+@pytest.mark.parametrize("form", [None, pytest.param("float32", marks=needs_native)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_each_level_is_that_of_the_familys_own_code(
-    target: str, form: str | None, ordered: bool
-) -> None:
-    """In torch and with native products; the text is longer than the windows."""
+def test_each_level_equals_transformers(target: str, form: str | None, ordered: bool) -> None:
+    """This holds in torch and with native products; the text is longer than the windows."""
     expected, tokens = expected_levels(target, ordered, TOKENS)
     (draft,), levels = drafted(target, form, ordered, [TOKENS])
     assert draft.tokens[1:] == tokens and len(levels) == DEPTH
@@ -111,10 +110,10 @@ def test_each_level_is_that_of_the_familys_own_code(
         assert (theirs[~scored] < own[0][scored].min()).all()
 
 
-@pytest.mark.parametrize("form", [None, pytest.param("float32", marks=compiled)])
+@pytest.mark.parametrize("form", [None, pytest.param("float32", marks=needs_native)])
 @pytest.mark.parametrize("width", [1, 3])
 def test_drafts_do_not_depend_on_the_batch(width: int, form: str | None) -> None:
-    """Texts shorter and longer than the windows, together and alone."""
+    """Texts are shorter and longer than the windows."""
     texts = [TOKENS, TOKENS[:7], TOKENS[3:]]
     together, _ = drafted("gemma4-small", form, False, texts, width)
     for text, draft in zip(texts, together, strict=True):
@@ -123,9 +122,9 @@ def test_drafts_do_not_depend_on_the_batch(width: int, form: str | None) -> None
         assert len(draft) == 1 + width * DEPTH and max(draft.depths()) == DEPTH
 
 
-@pytest.mark.parametrize("native_layout", [False, pytest.param(True, marks=compiled)])
+@pytest.mark.parametrize("native_layout", [False, pytest.param(True, marks=needs_native)])
 def test_the_cache_is_read_in_both_layouts(native_layout: bool) -> None:
-    """What is read of a slot are the rows that its forward passes wrote, in the text's order."""
+    """Reading a slot returns the rows that its forward passes wrote, in the text's order."""
     made = decoder("gemma4", "float32" if native_layout else None)
     runner = Runner(made, tokens=64, page=4, slots=2)
     rows = {}
@@ -155,8 +154,8 @@ def test_an_assistant_drafts_for_its_target() -> None:
 
 
 def changed(fields: dict[str, Any]) -> Path:
-    """The directory of an assistant with other fields in its config.json, of its layers' part where
-    they begin with `text.`."""
+    """Copy an assistant's directory with other fields in its config.json; names that begin with
+    `text.` are those of its layers' part."""
     directory = tiny.new_directory("changed-") / "assistant"
     shutil.copytree(tiny.assistant("gemma4", True)[1], directory)
     raw = json.loads((directory / "config.json").read_text())
@@ -168,7 +167,7 @@ def changed(fields: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"text_config": None}, "text_config in config.json is None"),
         ({"text.model_type": "gemma4_unified_text"}, "only gemma4_text is supported"),
@@ -182,25 +181,28 @@ def changed(fields: dict[str, Any]) -> Path:
         ({"text.intermediate_size": 41}, "mlp"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_a_configuration_that_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError) as caught:
         load_assistant(changed(fields), view_of(decoder("gemma4", None)))
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_tensors_that_no_assistant_has_are_refused() -> None:
+def test_tensors_that_do_not_fit_are_refused() -> None:
     view = view_of(decoder("gemma4", None))
-    for change, words in (
-        (lambda held: held.pop("post_projection.weight"), "lacks tensor post_projection.weight"),
-        (lambda held: held.update(other=torch.ones(1)), "other"),
-        (lambda held: held["pre_projection.weight"].fill_(torch.nan), "not finite"),
-        (lambda held: held["masked_embedding.token_ordering"].zero_(), "does not name each"),
+    for change, message in (
+        (
+            lambda tensors: tensors.pop("post_projection.weight"),
+            "lacks tensor post_projection.weight",
+        ),
+        (lambda tensors: tensors.update(other=torch.ones(1)), "other"),
+        (lambda tensors: tensors["pre_projection.weight"].fill_(torch.nan), "not finite"),
+        (lambda tensors: tensors["masked_embedding.token_ordering"].zero_(), "does not name each"),
     ):
         directory = changed({})
-        held = load_file(directory / "model.safetensors")
-        change(held)
-        save_file(held, directory / "model.safetensors", {"format": "pt"})
-        with pytest.raises(LoadError, match=words):
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        with pytest.raises(LoadError, match=message):
             load_assistant(directory, view)
 
 
@@ -215,7 +217,7 @@ def test_targets_of_other_kinds_are_refused() -> None:
 
 
 def test_assistants_are_found_beside_their_targets() -> None:
-    """By the sizes of the states and the vocabulary, and by name where there is a card."""
+    """The sizes of the states and the vocabulary decide, or the name in a model card."""
     directory = tiny.assistant("gemma4")[1]
     assert kind_of(directory) == "mtp"
     facts = facts_at(directory, str(directory))
@@ -233,10 +235,10 @@ def test_assistants_are_found_beside_their_targets() -> None:
     assert "only gemma4_text is supported" in checks(other, None)[0].text
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("target", ["gemma4/F32", "gemma4-small/F32"])
-def test_targets_in_gguf_files(target: str) -> None:
-    """The same drafts as for the checkpoint that the file was made from."""
+def test_drafts_for_targets_in_gguf_files_are_the_same(target: str) -> None:
+    """The drafts are those for the checkpoint that the file was made from."""
     written = gguf_files.written(*target.split("/"))
     name = target.split("/")[0]
     expected, tokens = expected_levels(name, False, TOKENS, copy.deepcopy(written.model).float())

@@ -1,5 +1,5 @@
-"""Block drafters, beyond what every head must do: what of a prefix is read again, thresholds, and
-that faults show where drafts are compared with the reference twin."""
+"""Block drafters, beyond what every head must do: cached prefixes, confidence thresholds, and that
+comparisons with the reference twin detect faults."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.tree import Tree
 from forerun.kernels import native
 from tests import tiny
-from tests.draft.asking import WARM, compiled, refused, row
 from tests.draft.heads import PLAIN, ROOM
+from tests.draft.helpers import WARM, make_request, needs_native, refused
+from tests.draft.recording import LogitRecorder, assert_equals_twin, engine_of, observe_states, run
 from tests.draft.twins import BlockTwin, states_of, target
-from tests.draft.watching import Watch, engine_of, run, same_as_twin, show
 from tests.engine import build
 from tests.texts import plain as plain_texts
 
@@ -32,13 +32,13 @@ def head_of(**changes: Any) -> BlockHead:
     return tiny.block(tiny.block_config("llama", **changes))
 
 
-def test_states_of_a_prefix_that_the_cache_holds_are_left_out() -> None:
-    """They come again in pieces."""
+def test_states_of_a_cached_prefix_are_not_read_again() -> None:
+    """The states arrive a second time in pieces."""
     head, tokens = head_of().double(), tuple(range(5, 25))
     drafter, plain = BlockProposer(head, target(), **ROOM), BlockProposer(head, target(), **ROOM)
-    request = row(tokens, WARM)
-    show(drafter, 0, tokens)
-    show(plain, 0, tokens)
+    request = make_request(tokens, WARM)
+    observe_states(drafter, 0, tokens)
+    observe_states(plain, 0, tokens)
     expected = plain.propose([request])[0].tokens
     assert drafter.propose([request])[0].tokens == expected
     drafter.close(0)
@@ -46,8 +46,8 @@ def test_states_of_a_prefix_that_the_cache_holds_are_left_out() -> None:
     assert drafter.cache.length[0] == 16
     parts = states_of(tokens[:-1], drafter.aux_hidden_layers)
     for start, end in ((4, 7), (7, 17), (17, 18), (18, 19)):
-        shown = parts[start:end].split(drafter.target.hidden, -1)
-        drafter.observe(0, start, dict(zip(drafter.aux_hidden_layers, shown, strict=True)))
+        features = parts[start:end].split(drafter.target.hidden, -1)
+        drafter.observe(0, start, dict(zip(drafter.aux_hidden_layers, features, strict=True)))
     assert len(drafter.pending[0]) == 3
     assert drafter.propose([request])[0].tokens == expected
     for layer in plain.cache.keys:
@@ -59,20 +59,22 @@ def test_states_of_a_prefix_that_the_cache_holds_are_left_out() -> None:
 
 
 def test_context_that_begins_late_is_not_shared() -> None:
-    """Its keys have other positions."""
+    """The keys of such context have other positions."""
     tokens = tuple(range(5, 25))
     for first, shared in ((0, 16), (3, 0)):
         drafter = BlockProposer(head_of().double(), target(), **ROOM)
-        show(drafter, 0, tokens, first)
-        assert len(drafter.propose([row(tokens)])[0]) == 5
+        observe_states(drafter, 0, tokens, first)
+        assert len(drafter.propose([make_request(tokens)])[0]) == 5
         drafter.close(0)
         drafter.open(0, tokens)
         assert drafter.cache.length[0] == shared
 
 
 @pytest.mark.parametrize("fault", ["a causal block", "states one off", "slots one off"])
-def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the comparisons with the twin in test_heads.py."""
+def test_comparing_with_the_twin_detects_faults(
+    fault: str, recorder: LogitRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison is that of test_heads.py."""
     head = head_of()
     if fault == "a causal block":
         monkeypatch.setattr(BlockConfig, "is_causal", lambda self, layer: True)
@@ -91,10 +93,10 @@ def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.Mon
         expected = BlockHead(replace(head.config, sample_from_anchor=False, block=5))
         expected.load_state_dict(head.state_dict())
     with pytest.raises(AssertionError):
-        same_as_twin(watch, "block", expected)
+        assert_equals_twin(recorder, "block", expected)
 
 
-# ---------------------------------------------------------------- how far it goes
+# ---------------------------------------------------------------- the depth of drafts
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -105,15 +107,15 @@ def test_paths_below_the_threshold_are_not_followed(width: int) -> None:
     with torch.no_grad():
         head.confidence_head.proj.weight.mul_(0.3)
     drafter, twin = BlockProposer(head.double(), target(), **ROOM, width=width), BlockTwin(head)
-    show(drafter, 0, tokens)
-    request = row(tokens, WARM)
-    whole = drafter.propose([request])[0]
-    assert len(whole) == 1 + 4 * width, "by default all are followed"
+    observe_states(drafter, 0, tokens)
+    request = make_request(tokens, WARM)
+    full = drafter.propose([request])[0]
+    assert len(full) == 1 + 4 * width, "without a threshold all paths are followed"
     confidence = {0: twin.confidence(tokens, ())}
-    for node in range(1, len(whole)):
-        path = tuple(whole.tokens[i] for i in whole.path_to(node)[1:])
+    for node in range(1, len(full)):
+        path = tuple(full.tokens[i] for i in full.path_to(node)[1:])
         if len(path) < 4:
-            confidence[node] = confidence[whole.parents[node]] * twin.confidence(tokens, path)
+            confidence[node] = confidence[full.parents[node]] * twin.confidence(tokens, path)
     values = sorted(confidence.values())
     for drafter.threshold in ((a + b) / 2 for a, b in pairwise(values)):
         cut = drafter.propose([request])[0]
@@ -133,7 +135,7 @@ def test_a_text_may_end_at_the_very_last_position() -> None:
     engine, limit = engine_of("block", head_of(block=12)), target().context
     prompt = (build.prompts()[7] * 7)[: limit - 8]
     params = SamplingParams.pure(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
-    request = engine.add(prompt, params, draft="it", depth=12)
+    request = engine.add(prompt, params, draft="head", depth=12)
     build.finish(engine)
     assert len(request.tokens) == limit and request.stats.drafted > 0
 
@@ -141,16 +143,16 @@ def test_a_text_may_end_at_the_very_last_position() -> None:
 # ---------------------------------------------------------------- in use
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("form", ["float32", "int8"])
-def test_the_native_products_compute_what_is_trained(form: str) -> None:
+def test_native_products_equal_the_trained_module(form: str) -> None:
     native.start(2)
     head, tokens = head_of(own_head=True, block=5), (5, 6, 7, 8, 9, 10)
     found = []
     for view in (target(), replace(target(), form=form)):
         drafter = BlockProposer(head, view, **ROOM)
-        show(drafter, 0, tokens)
-        request = row(tokens, depth=5)
+        observe_states(drafter, 0, tokens)
+        request = make_request(tokens, depth=5)
         drafter.propose([request])
         (grown,) = drafter._run_blocks([Tree(request)])
         previous = torch.tensor([10, 3, 3, 3, 3])
@@ -164,8 +166,8 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_user_s_threshold(temperature: float, tmp_path: Path) -> None:
-    """Less is drafted, and the text is plain decoding's."""
+def test_a_higher_threshold_drafts_less(temperature: float, tmp_path: Path) -> None:
+    """The text is that of plain decoding."""
     save_block(head_of(), tmp_path / "drafter")
     params = SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True)
     model, draft, drafted = tiny.family("llama"), f"block:{tmp_path / 'drafter'}", []

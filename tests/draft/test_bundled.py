@@ -1,4 +1,4 @@
-"""What `auto` means: the drafter that comes with forerun for a model, behind what copies."""
+"""The draft `auto`: suffix matching before the drafter that comes with forerun for a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forerun.kernels import native
 from forerun.models.hub import DEFAULT
 from forerun.models.local import LocalModel
 from tests import tiny
-from tests.draft.asking import compiled
+from tests.draft.helpers import needs_native
 
 PLACES = (
     f"/a/{DEFAULT}.Q4_1.gguf", f"/a/{DEFAULT.lower()}-q8_0.gguf", f"/hub/models--X--{DEFAULT}/snapshots/0a1b",
@@ -37,7 +37,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "drafters" / DEFAULT
 
 
-def test_a_model_goes_by_its_name(shipped: Path) -> None:
+def test_the_bundled_head_of_a_model_is_found_by_its_name(shipped: Path) -> None:
     with_head = f"suffix+eagle3:{shipped}"
     for place in map(Path, PLACES):
         assert bundled_for(place) == shipped
@@ -52,9 +52,9 @@ def test_a_model_goes_by_its_name(shipped: Path) -> None:
     assert bundled_for(Path(PLACES[0])) is None, "an installation without it"
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_auto_drafts_with_it_and_generates_the_same(
+def test_auto_drafts_with_the_bundled_head_and_changes_no_text(
     temperature: float, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
@@ -67,8 +67,8 @@ def test_auto_drafts_with_it_and_generates_the_same(
     assert row.draft == llm.draft, "forerun models names what serve drafts with"
     plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
     eagle3 = {"draft": "eagle3", "depth": 3}
-    for how in ({}, {"draft": "auto"}, {"depth": 3}, eagle3, {"draft": "off"}):
-        found = llm.generate(prompts, params, **how)
+    for options in ({}, {"draft": "auto"}, {"depth": 3}, eagle3, {"draft": "off"}):
+        found = llm.generate(prompts, params, **options)
         assert [c.token_ids for c in found] == plain
-        if how is eagle3:
+        if options is eagle3:
             assert {name for c in found for name in c.stats.by_source} == {"eagle3"}

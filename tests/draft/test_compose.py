@@ -1,4 +1,4 @@
-"""Drafts made of drafts: who is asked, one tree of what several say, and exactness of that under
+"""Composed drafts: which proposers are asked, how drafts merge into one tree, and exactness under
 every rule."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.types import Draft, Proposal
 from forerun.verify import RULES
 from forerun.verify.ratio import verify_tree
 from tests import exact, tiny
-from tests.draft.asking import KERNELS
+from tests.draft.helpers import KERNELS, pure_params
 from tests.texts import plain
 
 
@@ -42,22 +42,22 @@ class Copying(Named):
     copies_text = True
 
 
-def answered(
+def ask_parts(
     proposer: Proposer,
-    has: dict[str, Draft],
+    drafts: dict[str, Draft],
     settles: str = "",
     branching: bool = True,
     speeds: str = "",
 ) -> tuple[list[str], Draft]:
-    """Who was asked, and what came of it, where some have drafts; `speeds` names who copies, the
-    slowest first."""
+    """Return which parts were asked, and the draft, if parts have `drafts`; `speeds` lists those
+    that copy, the slowest first."""
     backwards = AskContext(branching, lambda parts: parts[::-1])
     asking, asked, root = ask(proposer, backwards), list[str](), Draft.root(1)
     wanted = next(asking)
     try:
         while True:
             asked.append(wanted.name)
-            draft = has.get(wanted.name, root)
+            draft = drafts.get(wanted.name, root)
             wanted = asking.send(
                 Offer(draft, draft, wanted.name == settles, 1.0 + speeds.find(wanted.name))
             )
@@ -72,21 +72,21 @@ A, B, C = (
 )
 
 
-def test_who_is_asked() -> None:
+def test_which_proposers_are_asked() -> None:
     either, both = InTurn((a, b, c)), Merged((a, b, c))
-    assert answered(either, {"b": B}) == (["a", "b"], B)
-    assert answered(either, {})[0] == ["a", "b", "c"]
-    assert answered(both, {"a": A, "b": B})[0] == ["a", "b", "c"]
-    assert answered(both, {"a": A, "b": B}, settles="a") == (["a"], A)
-    assert answered(both, {"b": B, "c": C}, branching=False) == (["a", "b"], B)
+    assert ask_parts(either, {"b": B}) == (["a", "b"], B)
+    assert ask_parts(either, {})[0] == ["a", "b", "c"]
+    assert ask_parts(both, {"a": A, "b": B})[0] == ["a", "b", "c"]
+    assert ask_parts(both, {"a": A, "b": B}, settles="a") == (["a"], A)
+    assert ask_parts(both, {"b": B, "c": C}, branching=False) == (["a", "b"], B)
     nested = Merged((InTurn((a, b)), c))
     assert nested.name == "(a+b)&c"
     assert [part.name for part in nested.parts] == ["a", "b", "c"]
     assert nested.merges_drafts
-    assert answered(nested, {"b": B, "c": C})[0] == ["a", "b", "c"]
+    assert ask_parts(nested, {"b": B, "c": C})[0] == ["a", "b", "c"]
     best = InTurn((a, BestOf((b, c))))
-    assert answered(best, {"b": B, "c": C}) == (["a", "c"], C), "the ranking here turns them round"
-    assert answered(best, {"b": B})[0] == ["a", "c", "b"]
+    assert ask_parts(best, {"b": B, "c": C}) == (["a", "c"], C), "the ranking here reverses them"
+    assert ask_parts(best, {"b": B})[0] == ["a", "c", "b"]
     assert best.rivals == (b, c)
     assert not either.rivals
     assert (best.name, Merged((a, best.inner[1])).name, BestOf((a, both)).name) == (
@@ -95,16 +95,16 @@ def test_who_is_asked() -> None:
         "a?a&b&c",
     )
     copied = BestOf((d, a, e, b))
-    assert copied.rivals == (a, b), "who copies need not be tried: all are looked at"
-    assert answered(copied, {"d": A, "e": B}, speeds="de") == (["d", "e"], B)
-    assert answered(copied, {"d": A, "e": B}, speeds="ed") == (["d", "e"], A)
-    assert answered(copied, {"a": A, "b": B}, speeds="de") == (["d", "e", "b"], B)
-    assert len(answered(BestOf((d, e)), {}, speeds="de")[1]) == 1
-    asked, draft = answered(InTurn((a, Merged((b, c)))), {"b": B, "c": C})
+    assert copied.rivals == (a, b), "proposers that copy are all asked, so none is a rival"
+    assert ask_parts(copied, {"d": A, "e": B}, speeds="de") == (["d", "e"], B)
+    assert ask_parts(copied, {"d": A, "e": B}, speeds="ed") == (["d", "e"], A)
+    assert ask_parts(copied, {"a": A, "b": B}, speeds="de") == (["d", "e", "b"], B)
+    assert len(ask_parts(BestOf((d, e)), {}, speeds="de")[1]) == 1
+    asked, draft = ask_parts(InTurn((a, Merged((b, c)))), {"b": B, "c": C})
     assert asked == ["a", "b", "c"] and sorted(draft.tokens) == [1, 2, 4, 5]
 
 
-def test_what_several_say_is_one_node() -> None:
+def test_a_token_that_several_draft_is_one_node() -> None:
     A.path_probs, B.path_probs, C.path_probs = [0.5, 0.4], [0.6, 0.1], [0.3]
     try:
         draft = merge_drafts([A, B, C])
@@ -121,23 +121,23 @@ def test_no_child_is_likelier_than_its_parent() -> None:
     one, other = Draft.chain(1, [2, 3, 4], "a"), Draft.chain(1, [2, 3, 6], "b")
     one.path_probs, other.path_probs = [0.2, 0.1, 0.05], [0.1, 0.9, 0.9]
     draft = merge_drafts([one, other])
-    for node, chance in enumerate(draft.path_probs, start=1):
+    for node, prob in enumerate(draft.path_probs, start=1):
         parent = draft.parents[node]
-        assert parent < node and (parent == 0 or chance <= draft.path_probs[parent - 1])
+        assert parent < node and (parent == 0 or prob <= draft.path_probs[parent - 1])
     assert draft.path_probs == sorted(draft.path_probs, reverse=True)
 
 
 # ---------------------------------------------------------------- exactness
 
 
-def given(tokens: Sequence[int]) -> Draft:
+def copy_of(tokens: Sequence[int]) -> Draft:
     return Draft.chain(0, list(tokens), "copy")
 
 
-def pairs(
+def with_copies(
     drafter: oracle.Table, copies: Sequence[Draft], depth: int
 ) -> Iterator[tuple[Draft, float]]:
-    """Every chain that may be sampled, with copies of the text beside it."""
+    """Yield every chain that may be sampled, merged with copies of the text."""
     for draft, weight in oracle.proposals(oracle.sampled, drafter, depth):
         yield merge_drafts([*copies[:1], draft, *copies[1:]]), weight
 
@@ -148,17 +148,20 @@ def pairs(
 def test_a_sampled_chain_among_copies_is_exact(
     seed: int, vocab: int, copies: list[tuple[int, ...]]
 ) -> None:
-    """Under `tree`, whatever coincides: enumerated over every draft and every coin."""
+    """The rule is `tree`; every draft and every coin is enumerated."""
     target, drafter = oracle.toy_models("float", vocab, 2, seed)
-    assert exact.bias(verify_tree, pairs(drafter, [given(c) for c in copies], 2), target, 2) < 1e-12
+    assert (
+        exact.bias(verify_tree, with_copies(drafter, [copy_of(c) for c in copies], 2), target, 2)
+        < 1e-12
+    )
 
 
-def test_the_enumeration_sees_a_wrong_law() -> None:
-    """A merged tree whose laws belong to another node is caught."""
+def test_the_enumeration_detects_a_wrong_distribution() -> None:
+    """In the wrong tree, distributions belong to other nodes."""
     target, drafter = oracle.toy_models("float", 3, 2, 1)
 
     def wrong() -> Iterator[tuple[Draft, float]]:
-        for draft, weight in pairs(drafter, [given((0, 1))], 2):
+        for draft, weight in with_copies(drafter, [copy_of((0, 1))], 2):
             assert draft.probs is not None
             draft.probs = np.roll(draft.probs, 1, axis=-1)
             yield draft, weight
@@ -167,13 +170,14 @@ def test_the_enumeration_sees_a_wrong_law() -> None:
 
 
 def test_sampled_siblings_come_first() -> None:
-    law = np.array([[0.5, 0.5], [0.0, 0.0]])
-    sampled = Draft([0, 1], [-1, 0], ["", "head"], [Proposal.DETERMINISTIC, Proposal.SAMPLED], law)
-    draft = merge_drafts([given((0, 1)), sampled])
+    probs = np.array([[0.5, 0.5], [0.0, 0.0]])
+    chosen = [Proposal.DETERMINISTIC, Proposal.SAMPLED]
+    sampled = Draft([0, 1], [-1, 0], ["", "head"], chosen, probs)
+    draft = merge_drafts([copy_of((0, 1)), sampled])
     assert draft.tokens[1] == 1
     assert draft.proposals[1] is Proposal.SAMPLED
     assert draft.proposals[2:] == [Proposal.DETERMINISTIC] * 2
-    same = merge_drafts([given((1,)), sampled])
+    same = merge_drafts([copy_of((1,)), sampled])
     assert len(same) == 2
     assert same.proposals[1] is Proposal.SAMPLED
     assert same.sources[1] == "copy&head"
@@ -199,35 +203,33 @@ PROMPTS = [
         *("ahead(model:{})", "ahead(suffix>model:{})", "ahead(model:{})&recycle"),
     ],
 )
-def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
-    """In batches, with preemption, at both kinds of depth."""
+def test_composed_drafts_change_no_text(kernels: str, rule: str, spec: str) -> None:
+    """Requests run in batches with preemption, at a fixed and at an automatic depth."""
     dtype = "float32" if kernels == "native" else "float64"
     models = [tiny.spoken(0.3), tiny.spoken(0.1)][2 - spec.count("{}") :]
     options = {"kernels": kernels, "rule": rule, "dtype": dtype, "max_rows": 3, "kv_tokens": 192}
     llm = LLM(tiny.spoken(), draft=spec.format(*models), **options)
     for temperature in (0.0, 0.8):
-        params = SamplingParams.pure(
-            max_tokens=24, temperature=temperature, seed=4, ignore_eos=True
-        )
+        params = pure_params(24, temperature, seed=4)
         for depth in (3, "auto"):
-            said = llm.generate(PROMPTS, params, depth=depth)
+            outputs = llm.generate(PROMPTS, params, depth=depth)
             if rule == "match" or (not temperature and rule != "typical"):
                 expected = plain(tiny.spoken(), PROMPTS, params, kernels, dtype)
-                assert [c.token_ids for c in said] == expected
-            assert depth == "auto" or sum(c.stats.accepted for c in said) > 0
+                assert [c.token_ids for c in outputs] == expected
+            assert depth == "auto" or sum(c.stats.accepted for c in outputs) > 0
     llm.engine.target.cache.pages.check()
 
 
-def test_requests_may_compose_what_the_engine_has() -> None:
-    """By any spelling of it; what is not there is told, and what is not used any more goes."""
+def test_requests_may_compose_the_engine_s_proposers() -> None:
+    """Any spelling works, unknown parts are refused, and unused compositions are dropped."""
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
     params = SamplingParams.pure(max_tokens=30, seed=1)
     plain = llm.generate(PROMPTS[0], params, draft="off")[0].token_ids
     for draft in ("suffix&model", "(suffix|ngram)&recycle", "ngram|model", "suffix|recycle?model"):
-        (said,) = llm.generate(PROMPTS[0], params, draft=draft, prediction=PROMPTS[1])
-        assert said.token_ids == plain
+        (output,) = llm.generate(PROMPTS[0], params, draft=draft, prediction=PROMPTS[1])
+        assert output.token_ids == plain
     before = len(llm.engine.proposers)
-    for draft, says in (
+    for draft, message in (
         ("suffix&eagle3", "has no draft"),
         ("suffix&suffix", "stands twice"),
         ("suffix&model:x", "has no draft"),
@@ -236,35 +238,34 @@ def test_requests_may_compose_what_the_engine_has() -> None:
         ("suffix&off", "has no draft"),
         ("suffix&", "has no"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             llm.generate(PROMPTS[0], params, draft=draft)
     assert len(llm.engine.proposers) == before
     names = ["suffix", "ngram", "recycle", "model"]
     for order in itertools.permutations(names):
         for signs in itertools.product("+&", repeat=3):
-            llm.engine.proposers.known(
-                "".join(itertools.chain(*zip(order, [*signs, ""], strict=True))), ()
-            )
+            parts = [name + sign for name, sign in zip(order, [*signs, ""], strict=True)]
+            llm.engine.proposers.known("".join(parts), ())
     assert len(llm.engine.proposers) <= before + MAX_COMPOSED
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_sampled_chains_are_exact(seed: int) -> None:
-    """Of two laws in one place one is kept; both drafters share their noise or do not."""
+    """One of two distributions is kept; the drafters share their noise or draw independently."""
     target, one = oracle.toy_models("float", 2, 2, seed)
     _, other = oracle.toy_models("float", 2, 2, seed + 50)
     every = [list(oracle.proposals(oracle.sampled, table, 2)) for table in (one, other)]
     both = ((merge_drafts([x, y]), p * q) for x, p in every[0] for y, q in every[1])
     assert exact.bias(verify_tree, both, target, 2) < 1e-12
-    shared = ((merge_drafts([x, given(x.tokens[1:])]), p) for x, p in every[0])
+    shared = ((merge_drafts([x, copy_of(x.tokens[1:])]), p) for x, p in every[0])
     assert exact.bias(verify_tree, shared, target, 2) < 1e-12
 
 
-def test_a_node_that_two_said_counts_for_both() -> None:
+def test_a_node_that_two_drafted_counts_for_both() -> None:
     llm = LLM(
         tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024
     )
-    (said,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
-    sources = said.stats.by_source
+    (output,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
+    sources = output.stats.by_source
     assert set(sources) == {"suffix", "model"}
-    assert sum(s.drafted for s in sources.values()) > said.stats.drafted
+    assert sum(s.drafted for s in sources.values()) > output.stats.drafted

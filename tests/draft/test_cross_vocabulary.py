@@ -1,17 +1,14 @@
-"""A draft model of another vocabulary proposes what it would say of the same text, and says truly
-how it drew.
+"""A draft model with another vocabulary drafts what one with the target's vocabulary would draft.
 
-Protects: that a drafter whose tokens are the target's by other names drafts what a drafter of the
-target's vocabulary does; that going back over what was read is reading it afresh; that the law kept
-under the ratio rules is the one drawn from; and the promise, with drafters of several kinds of
-vocabularies."""
+Also tested: a text that is partly read again gives the drafts of one read afresh; the probabilities
+kept for the ratio rules are those that were drawn from; the output equals plain decoding, with
+several kinds of vocabularies."""
 
 from __future__ import annotations
 
 import functools
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -37,10 +34,19 @@ from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Proposal
+from forerun.types import Proposal
 from forerun.verify import Noise
 from tests import other_words, tiny
-from tests.draft.asking import FILTERED, GREEDY, SETTINGS, WARM, compiled, row, same
+from tests.draft.helpers import (
+    FILTERED,
+    GREEDY,
+    SETTINGS,
+    WARM,
+    assert_same_draft,
+    drafts_of,
+    make_request,
+    needs_native,
+)
 from tests.engine import build
 from tests.other_words import KINDS, shared, words
 
@@ -71,36 +77,29 @@ def prompt(i: int) -> list[int]:
     return words("target").tokenizer.encode(PROMPTS[i])
 
 
-def drafts_of(drafter: DraftModel, rows: Sequence[DraftRequest]) -> list[Draft]:
-    for r in rows:
-        drafter.open(r.slot, r.tokens)
-    return drafter.propose(rows)
-
-
 # ---------------------------------------------------------------- what is drafted
 
 
 @SETTINGS
 @pytest.mark.parametrize("coupled", [True, False])
-def test_the_target_s_tokens_by_other_names_draft_alike(
+def test_the_target_s_tokens_under_other_ids_draft_alike(
     params: SamplingParams, coupled: bool
 ) -> None:
-    """Whatever is drawn is drawn with the same noise, from the same laws. Text is spelled as
-    usual."""
+    """Both models draw with the same noise. Drafts that spell their text unusually are skipped."""
     texts = [prompt(i % len(PROMPTS)) + prompt(i // len(PROMPTS))[:i] for i in range(8)]
-    rows = [
-        row(text, params, 3 + i % 3, i, coupled=coupled, branching=False)
+    requests = [
+        make_request(text, params, 3 + i % 3, i, coupled=coupled, branching=False)
         for i, text in enumerate(texts)
     ]
-    theirs, alike = drafts_of(proposer("shuffled"), rows), 0
-    for r, one, other in zip(
-        rows, theirs, drafts_of(DraftModel(runner("target"), tiny.WORDED), rows), strict=True
-    ):
+    found = drafts_of(proposer("shuffled"), requests)
+    expected = drafts_of(DraftModel(runner("target"), tiny.WORDED), requests)
+    alike = 0
+    for request, one, other in zip(requests, found, expected, strict=True):
         assert len(one) > 1
-        before = context_bytes(words("target"), r.tokens)
+        before = context_bytes(words("target"), request.tokens)
         text = before + b"".join(words("target").spellings[token] for token in other.tokens[1:])
         if not coupled or tokens_behind(words("target"), before, text) == other.tokens[1:]:
-            same(one, other)
+            assert_same_draft(one, other)
             alike += 1
     assert alike > 4
 
@@ -109,21 +108,22 @@ def test_the_target_s_tokens_by_other_names_draft_alike(
 @SETTINGS
 @pytest.mark.parametrize("coupled", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_going_back_is_reading_afresh(kind: str, coupled: bool, params: SamplingParams) -> None:
-    """Texts that grow by drafted tokens and by others, in batches, against one that begins with
-    each of them."""
-    chance, drafter = random.Random(5), proposer(kind)
+def test_texts_that_are_partly_read_again_draft_as_if_read_afresh(
+    kind: str, coupled: bool, params: SamplingParams
+) -> None:
+    """Texts grow by drafted and by other tokens, in batches; a new drafter reads each at once."""
+    generator, drafter = random.Random(5), proposer(kind)
     texts = [prompt(i) for i in range(len(PROMPTS))]
     for slot, text in enumerate(texts):
         drafter.open(slot, text)
     for _ in range(5):
-        asked = [i for i in range(len(texts)) if i == 0 or chance.random() < 0.7]
-        rows = [row(list(texts[i]), params, 4, i, coupled=coupled) for i in asked]
-        for r, draft in zip(rows, drafter.propose(rows), strict=True):
-            same(draft, drafts_of(proposer(kind, slots=8), [r])[0])
-            keep = chance.randrange(len(draft) + 1)
-            texts[r.slot] += draft.tokens[1:keep] + chance.choices(
-                range(tiny.WORDED), k=chance.randrange(3)
+        asked = [i for i in range(len(texts)) if i == 0 or generator.random() < 0.7]
+        requests = [make_request(list(texts[i]), params, 4, i, coupled=coupled) for i in asked]
+        for request, draft in zip(requests, drafter.propose(requests), strict=True):
+            assert_same_draft(draft, drafts_of(proposer(kind, slots=8), [request])[0])
+            keep = generator.randrange(len(draft) + 1)
+            texts[request.slot] += draft.tokens[1:keep] + generator.choices(
+                range(tiny.WORDED), k=generator.randrange(3)
             )
     for slot in range(len(texts)):
         drafter.close(slot, texts[slot])
@@ -133,53 +133,49 @@ def test_going_back_is_reading_afresh(kind: str, coupled: bool, params: Sampling
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shared_prefixes_are_what_will_not_change(kind: str) -> None:
-    """Two requests begin alike; where one goes on within a word, the other still reads what it
-    had."""
+def test_only_the_settled_part_of_a_prefix_is_shared(kind: str) -> None:
+    """Of two requests with one prefix, the second goes on within a word or behind it."""
     drafter, start = proposer(kind), prompt(1) * 4
     on = words("target").tokenizer.encode("thing else")
     other = words("target").tokenizer.encode(" green")
-    drafts_of(drafter, [row(start)])
+    drafts_of(drafter, [make_request(start)])
     drafter.open(1, start)
     assert 0 < drafter.runner.cache.length[1] <= drafter.texts[1].settled
     for tail in (on, other):
-        rows = [row([*start, *on], slot=0), row([*start, *tail], slot=1)]
+        requests = [make_request([*start, *on], slot=0), make_request([*start, *tail], slot=1)]
         drafter.close(1)
-        drafter.open(1, rows[1].tokens)
-        for r, draft in zip(rows, drafter.propose(rows), strict=True):
-            same(draft, drafts_of(proposer(kind), [r])[0])
+        drafter.open(1, requests[1].tokens)
+        for request, draft in zip(requests, drafter.propose(requests), strict=True):
+            assert_same_draft(draft, drafts_of(proposer(kind), [request])[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unfinished_characters(kind: str) -> None:
-    """Under the ratio rules no law is kept of a text that the drafter has not read to its end."""
+def test_ratio_rules_get_no_draft_behind_an_unfinished_character(kind: str) -> None:
+    """The drafter has not read such a text to its end, so it has no distribution behind it."""
     text = prompt(2)
     for end in range(1, len(text) + 1):
         for coupled in (True, False):
-            (draft,) = drafts_of(proposer(kind), [row(text[:end], coupled=coupled)])
+            (draft,) = drafts_of(proposer(kind), [make_request(text[:end], coupled=coupled)])
             read = RetokenizedText(shared(kind))
             read.read(text[:end])
             if not coupled and read.pending:
                 assert draft.tokens == text[end - 1 : end]
 
 
-def test_what_cannot_be_said_in_the_target_s_tokens_ends_a_draft(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A special token that the target has not got; one that both have is proposed, and is the
-    last."""
+def test_a_token_that_the_target_lacks_ends_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Special tokens end a draft too; one that both models have is proposed as the last token."""
     own, ours = words("bytes").tokenizer.vocabulary(), words("target").tokenizer.vocabulary()
     for special, proposed in (("<end>", []), ("</s>", [ours["</s>"]])):
-        drafter, said = proposer("bytes"), [own[special]] * 3
+        drafter, logits = proposer("bytes"), torch.eye(340)[[own[special]] * 3]
         monkeypatch.setattr(
-            drafter, "forward", lambda segments, said=said: torch.eye(340)[said[: len(segments)]]
+            drafter, "forward", lambda segments, logits=logits: logits[: len(segments)]
         )
-        assert drafts_of(drafter, [row(prompt(0))])[0].tokens[1:] == proposed
+        assert drafts_of(drafter, [make_request(prompt(0))])[0].tokens[1:] == proposed
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("kind", KINDS)
-def test_native_chains_are_drafts_level_by_level(
+def test_native_chains_equal_drafts_made_level_by_level(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native.start(2)
@@ -190,16 +186,18 @@ def test_native_chains_are_drafts_level_by_level(
         if not at_once:
             monkeypatch.setattr(drafter.runner, "draft_chains", lambda links, vocab: None)
         found.append(
-            drafts_of(drafter, [row(prompt(i), GREEDY, 2 + i, i) for i in range(len(PROMPTS))])
+            drafts_of(
+                drafter, [make_request(prompt(i), GREEDY, 2 + i, i) for i in range(len(PROMPTS))]
+            )
         )
     for one, other in zip(*found, strict=True):
-        same(one, other)
+        assert_same_draft(one, other)
 
 
-# ---------------------------------------------------------------- laws
+# ---------------------------------------------------------------- no shared tokens
 
 
-def test_nothing_shared_is_no_draft_under_ratio_rules_and_is_told_once(
+def test_without_shared_tokens_ratio_rules_get_no_draft_and_one_warning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.note.cache_clear()
@@ -208,14 +206,14 @@ def test_nothing_shared_is_no_draft_under_ratio_rules_and_is_told_once(
     none = SharedVocabulary(target, words("bytes"))
     drafter = CrossVocabularyModel(runner("bytes"), none)
     for _ in range(2):
-        (draft,) = drafts_of(drafter, [row(prompt(1), WARM, coupled=False)])
+        (draft,) = drafts_of(drafter, [make_request(prompt(1), WARM, coupled=False)])
         assert len(draft) == 1
         drafter.close(0)
     assert capsys.readouterr().err.count("shares no token") == 1
-    assert len(drafts_of(drafter, [row(prompt(1), WARM)])[0]) > 1
+    assert len(drafts_of(drafter, [make_request(prompt(1), WARM)])[0]) > 1
 
 
-# ---------------------------------------------------------------- the promise
+# ---------------------------------------------------------------- equality with plain decoding
 
 
 def engine(kind: str, rule: str = "match", tokens: int = 2048, chunk: int = 64) -> Engine:
@@ -232,22 +230,22 @@ def run(engine: Engine, draft: str, temperature: float | None) -> list[Request]:
         )
         engine.step_or_raise()
     build.finish(engine)
-    accepted = sum(r.stats.accepted for r in requests)
+    accepted = sum(request.stats.accepted for request in requests)
     assert accepted > 12 or draft == "off", "drafts that are never accepted prove nothing"
     return requests
 
 
 @functools.cache
 def plain(temperature: float | None) -> list[list[int]]:
-    return [list(r.output) for r in run(engine("bytes"), "off", temperature)]
+    return [list(request.output) for request in run(engine("bytes"), "off", temperature)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens_with_preemption(kind: str) -> None:
-    """Greedily and drawn, side by side."""
+    """Greedy and sampled requests run in one batch."""
     requests = run(engine(kind, tokens=80, chunk=3), "model", None)
-    assert [list(r.output) for r in requests] == plain(None)
-    assert sum(r.stats.preemptions for r in requests) > 0
+    assert [list(request.output) for request in requests] == plain(None)
+    assert sum(request.stats.preemptions for request in requests) > 0
 
 
 @pytest.mark.one_in(2)
@@ -255,13 +253,13 @@ def test_the_same_tokens_with_preemption(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["pieces", "bytes"])
 def test_ratio_rules_are_greedy_at_temperature_zero(kind: str, rule: str) -> None:
     requests = run(engine(kind, rule), "model", 0.0)
-    assert [list(r.output) for r in requests] == plain(0.0)
+    assert [list(request.output) for request in requests] == plain(0.0)
 
 
-# ---------------------------------------------------------------- which of the two
+# ---------------------------------------------------------------- choice of the proposer
 
 
-def test_a_model_of_the_target_s_vocabulary_needs_nothing_of_this(
+def test_a_model_with_the_target_s_vocabulary_is_an_ordinary_draft_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config.note.cache_clear()
@@ -279,9 +277,10 @@ def test_a_model_of_the_target_s_vocabulary_needs_nothing_of_this(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", [WARM, FILTERED], ids=["warm", "filtered"])
-def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams) -> None:
-    """Over many seeds, how often each token is drawn is what `probs` says; others than shared ones
-    have no chance."""
+def test_draws_follow_the_distribution_over_shared_tokens(
+    kind: str, params: SamplingParams
+) -> None:
+    """Over many seeds, tokens are drawn as often as `probs` says; only shared tokens are drawn."""
     drafter, text, drawn = proposer(kind), prompt(1), Counter[int]()
     drafter.open(0, text)
     for seed in range(120):
@@ -291,10 +290,10 @@ def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams
         assert draft.proposals == [Proposal.DETERMINISTIC, Proposal.SAMPLED]
         assert draft.probs is not None
         drawn[draft.tokens[1]] += 1
-    law = draft.probs[0]
-    assert law.shape == (tiny.WORDED,) and abs(law.sum() - 1) < 1e-9
-    assert not law[[own for own, other in enumerate(shared(kind).to_draft) if other < 0]].any()
-    expected = law * 120
+    probs = draft.probs[0]
+    assert probs.shape == (tiny.WORDED,) and abs(probs.sum() - 1) < 1e-9
+    assert not probs[[own for own, other in enumerate(shared(kind).to_draft) if other < 0]].any()
+    expected = probs * 120
     assert all(
         abs(drawn[t] - expected[t]) < 5 * np.sqrt(expected[t] + 1) for t in range(tiny.WORDED)
     )

@@ -1,5 +1,5 @@
-"""Tables of successors on a device: what they hold and the trees that grow are those of the tables
-in main memory, one request at a time or in rounds."""
+"""Successor tables on a device hold the entries and grow the trees of tables in main memory, one
+request at a time or in rounds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from forerun.verify import Noise
 CPU, VOCAB, ENTRIES = torch.device("cpu"), 40, 64
 
 
-def taught(table: SuccessorTable | DeviceTable, portions: int = 3) -> None:
-    """Teach a table, which is so small that entries are pushed out."""
+def teach(table: SuccessorTable | DeviceTable, portions: int = 3) -> None:
+    """Teach a table so much that entries are pushed out."""
     generator = torch.Generator().manual_seed(2)
     for _ in range(portions):
         logits = 3 * torch.randn(30, VOCAB, generator=generator)
@@ -31,7 +31,7 @@ def taught(table: SuccessorTable | DeviceTable, portions: int = 3) -> None:
         table.learn([NONE, *before[1:]], last, logits)
 
 
-def same(ours: DeviceTable, theirs: SuccessorTable) -> None:
+def assert_same_table(ours: DeviceTable, theirs: SuccessorTable) -> None:
     keys = ours.held.keys[:-WAYS].numpy().view(np.uint64)
     assert np.array_equal(keys, theirs.keys)
     held = theirs.keys != 0
@@ -41,18 +41,18 @@ def same(ours: DeviceTable, theirs: SuccessorTable) -> None:
     np.testing.assert_allclose(logs, theirs.logs[held], rtol=0, atol=0.05)
 
 
-def test_it_learns_what_a_table_in_main_memory_learns() -> None:
+def test_a_device_table_learns_what_a_table_in_main_memory_learns() -> None:
     ours, theirs = DeviceTable(CPU, False, ENTRIES), SuccessorTable(ENTRIES)
-    taught(ours)
-    taught(theirs)
-    same(ours, theirs)
-    same(DeviceTable.of(theirs, CPU, False), theirs)
+    teach(ours)
+    teach(theirs)
+    assert_same_table(ours, theirs)
+    assert_same_table(DeviceTable.of(theirs, CPU, False), theirs)
 
 
 def test_the_likeliest_tokens_of_a_gpus_logits_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A table in main memory takes them from logits that lie elsewhere, or are not float32."""
+    """A table in main memory reads logits on a GPU, and those that are not float32, in torch."""
     ours, theirs = SuccessorTable(ENTRIES), SuccessorTable(ENTRIES)
     learn = SuccessorTable.learn
     monkeypatch.setattr(
@@ -60,10 +60,10 @@ def test_the_likeliest_tokens_of_a_gpus_logits_are_the_same(
         "learn",
         lambda table, before, last, logits: learn(table, before, last, logits.double()),
     )
-    taught(ours)
+    teach(ours)
     monkeypatch.undo()
     monkeypatch.setattr(SuccessorTable, "learn", SuccessorTable.learn_twin)
-    taught(theirs)
+    teach(theirs)
     held = theirs.keys != 0
     assert np.array_equal(ours.keys, theirs.keys)
     assert np.array_equal(ours.tokens[held], theirs.tokens[held])
@@ -72,40 +72,40 @@ def test_the_likeliest_tokens_of_a_gpus_logits_are_the_same(
 
 @pytest.mark.parametrize("has_rates", [False, True])
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_it_drafts_what_the_proposer_in_main_memory_drafts(
+def test_the_device_proposer_drafts_what_the_one_in_main_memory_drafts(
     has_rates: bool, is_trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of several tenants, temperatures, depths and rules at once."""
+    """Requests of a batch differ in tenant, temperature, depth and rule."""
     # the native one rounds logarithms
     monkeypatch.setattr(SuccessorTable, "learn", SuccessorTable.learn_twin)
     trained = SuccessorTable(256) if is_trained else None
     if trained is not None:
-        taught(trained, portions=5)
+        teach(trained, portions=5)
     theirs, ours = Recycle(trained), DeviceRecycle(CPU, False, trained)
-    chance, longest = random.Random(3), 0
+    generator, longest = random.Random(3), 0
     for proposer in (theirs, ours):
         for slot, tenant in enumerate(["a", "b", "a", ""]):
             proposer.open(slot, [1, 2], tenant=tenant)
-        generator = torch.Generator().manual_seed(5)
+        torch_generator = torch.Generator().manual_seed(5)
         for slot in (0, 1, 0):
             draft = Draft.root(3)
             for token in range(6):
                 draft.add(token, max(0, token - 2), "x")
-            proposer.learn(slot, [7, 3], draft, torch.randn(7, VOCAB, generator=generator))
+            proposer.learn(slot, [7, 3], draft, torch.randn(7, VOCAB, generator=torch_generator))
     for _ in range(12):
         requests = []
         for slot in range(4):
-            rates = array("f", [chance.random() for _ in range(32)]) if has_rates else None
-            text = [chance.randrange(8) for _ in range(chance.choice([1, 3]))]
+            rates = array("f", [generator.random() for _ in range(32)]) if has_rates else None
+            text = [generator.randrange(8) for _ in range(generator.choice([1, 3]))]
             requests.append(
                 DraftRequest(
                     slot=slot,
                     tokens=text,
-                    params=SamplingParams(temperature=chance.choice([0.0, 0.8])),
+                    params=SamplingParams(temperature=generator.choice([0.0, 0.8])),
                     noise=Noise(slot, len(text) - 1),
-                    depth=chance.randrange(1, 6),
-                    coupled=chance.random() < 0.8,
-                    branching=chance.random() < 0.6,
+                    depth=generator.randrange(1, 6),
+                    coupled=generator.random() < 0.8,
+                    branching=generator.random() < 0.6,
                     confidence_rates=rates,
                 )
             )

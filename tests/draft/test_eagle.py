@@ -23,23 +23,18 @@ from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.types import NUM_ALTERNATIVES, Draft
 from tests import tiny
-from tests.draft.asking import WARM, compiled, row
 from tests.draft.heads import ROOM, head_of
+from tests.draft.helpers import WARM, make_request, needs_native
+from tests.draft.recording import ACCEPTANCE, chain_of, native_view, observe_states
 from tests.draft.twins import target
-from tests.draft.watching import (
-    ACCEPTANCE,
-    chain_of,
-    native_view,
-    show,
-)
 
 
 def test_a_pair_is_shared_only_with_texts_that_have_its_second_token_too() -> None:
     """The last pair of a page has a token of the next page."""
     head, tokens = tiny.eagle(tiny.eagle_config("llama")).double(), tuple(range(5, 25))
     drafter = EagleProposer("eagle3", head, target(), **ROOM)
-    show(drafter, 0, tokens)
-    drafter.propose([row(tokens)])
+    observe_states(drafter, 0, tokens)
+    drafter.propose([make_request(tokens)])
     drafter.close(0)
     for changed, shared in ((18, 16), (17, 16), (16, 12), (15, 12), (12, 8), (11, 8)):
         drafter.open(0, [*tokens[:changed], 63, *tokens[changed + 1 :]])
@@ -48,11 +43,11 @@ def test_a_pair_is_shared_only_with_texts_that_have_its_second_token_too() -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("form", [None, pytest.param("float32", marks=compiled)])
+@pytest.mark.parametrize("form", [None, pytest.param("float32", marks=needs_native)])
 def test_the_embedding_is_what_enters_the_target_s_first_layer(
     family: str, form: str | None
 ) -> None:
-    """Scaled where the target scales it, without learned positions."""
+    """It is scaled if the target scales it, and has no learned positions."""
     directory = tiny.family(family)
     decoder: Any = tiny.decoder(directory)
     if form:
@@ -69,19 +64,19 @@ def test_the_embedding_is_what_enters_the_target_s_first_layer(
     assert torch.allclose(embedded.double(), entering, rtol=1e-5, atol=1e-6)
 
 
-def test_after_a_token_that_it_does_not_have_there_is_no_draft() -> None:
+def test_behind_a_token_that_the_head_lacks_there_is_no_draft() -> None:
     shape = {"own_embedding": True, "draft_vocab": 40, "layer": {"vocab_size": 50}}
     head = tiny.eagle(tiny.eagle_config("llama", **shape)).double()
     drafter = EagleProposer("eagle3", head, target(), **ROOM)
     for tokens, count in (((5, 60, 7), 0), ((5, 6, 7), 2)):
-        show(drafter, 1, tokens)
-        assert len(drafter.propose([row(tokens, depth=2, slot=1)])[0]) - 1 == count
+        observe_states(drafter, 1, tokens)
+        assert len(drafter.propose([make_request(tokens, depth=2, slot=1)])[0]) - 1 == count
 
 
 # ---------------------------------------------------------------- native kernels
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("form", ["float32", "int8"])
 @pytest.mark.parametrize(("kind", "shape"), [
     *(("eagle3", shape) for shape in (
@@ -89,15 +84,15 @@ def test_after_a_token_that_it_does_not_have_there_is_no_draft() -> None:
     )),
     ("mtp", "all tokens"), ("eagle", "as published"), ("eagle", "biases and an embedding"),
 ])  # fmt: skip
-def test_the_native_layer_computes_what_is_trained(kind: str, shape: str, form: str) -> None:
-    """Outputs of committed pairs, and in float32 whole trees; the trained head is left as it was."""
+def test_the_native_layer_equals_the_trained_module(kind: str, shape: str, form: str) -> None:
+    """Outputs of committed pairs, and in float32 trees, agree; the trained head is unchanged."""
     native.start(2)
     head, tokens = head_of(kind, shape), (5, 6, 7, 8, 9, 10, 11)
     outputs, trees = [], []
     for view in (target(), replace(target(), form=form)):
         drafter = EagleProposer("x", head, view, **ROOM, width=3)
-        show(drafter, 0, tokens)
-        draft = drafter.propose([row(tokens, depth=3)])[0]
+        observe_states(drafter, 0, tokens)
+        draft = drafter.propose([make_request(tokens, depth=3)])[0]
         outputs.append(as_tensor(drafter._last[0]))
         trees.append((draft.tokens, draft.parents))
     error = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
@@ -107,7 +102,7 @@ def test_the_native_layer_computes_what_is_trained(kind: str, shape: str, form: 
     assert any(isinstance(part, torch.nn.Linear) for part in head.modules())
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize(("kind", "shape"), [
     ("eagle3", "plain"), ("eagle3", "reduced vocabulary"), ("eagle3", "joined pairs"), ("mtp", "all tokens"),
 ])  # fmt: skip
@@ -115,52 +110,52 @@ def test_the_native_layer_computes_what_is_trained(kind: str, shape: str, form: 
 def test_confidence_bins_are_those_of_the_probabilities_in_torch(
     kind: str, shape: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Level by level; and beside the chains stand the likeliest other tokens."""
+    """Bins are compared level by level, and the alternatives are the likeliest other tokens."""
     view = native_view()
     head = head_of(kind, shape)
     params = SamplingParams(temperature=temperature)
-    rows = [
-        row(range(5 + slot, 12 + slot), params, depth, slot, confidence_rates=ACCEPTANCE)
+    requests = [
+        make_request(range(5 + slot, 12 + slot), params, depth, slot, confidence_rates=ACCEPTANCE)
         for slot, depth in enumerate((6, 3, 7))
     ]
     torch.manual_seed(0)
-    states = [{b: torch.randn(6, view.hidden) for b in head.aux_hidden_layers} for _ in rows]
+    states = [{b: torch.randn(6, view.hidden) for b in head.aux_hidden_layers} for _ in requests]
 
     def proposed() -> list[Draft]:
         drafter = EagleProposer("x", head, view, **ROOM)
-        for each, shown in zip(rows, states, strict=True):
+        for each, features in zip(requests, states, strict=True):
             drafter.open(each.slot, each.tokens)
-            drafter.observe(each.slot, 0, shown)
-        return drafter.propose(rows)
+            drafter.observe(each.slot, 0, features)
+        return drafter.propose(requests)
 
-    whole = proposed()
-    seen: dict[int, list[Tensor]] = {each.slot: [] for each in rows}
+    native_drafts = proposed()
+    logits_of: dict[int, list[Tensor]] = {each.slot: [] for each in requests}
     grow = eagle.grow
 
-    def watched(trees: Any, logits: Tensor, width: int, source: str) -> None:
+    def recording_grow(trees: Any, logits: Tensor, width: int, source: str) -> None:
         for tree, own in zip(trees, logits, strict=True):
-            seen[tree.request.slot].append(own)
+            logits_of[tree.request.slot].append(own)
         grow(trees, logits, width, source)
 
-    monkeypatch.setattr(eagle, "grow", watched)
+    monkeypatch.setattr(eagle, "grow", recording_grow)
     monkeypatch.setattr(EagleProposer, "draft_natively", lambda *_: False)
-    for draft, request, full in zip(proposed(), rows, whole, strict=True):
+    for draft, request, full in zip(proposed(), requests, native_drafts, strict=True):
         chain, expected, above = chain_of(full), [], 1.0
         assert draft.tokens == chain.tokens
         for level, token in enumerate(draft.tokens[1:]):
-            chances = chances_of(seen[request.slot][level], request, level)
-            own = chances.pop(token, 0.0)
+            probs = probs_of(logits_of[request.slot][level], request, level)
+            own = probs.pop(token, 0.0)
             assert abs(min(own * 16, 15.99) - 0.5 - chain.confidence_bins[level]) <= 0.51 + own / 2
-            near = sorted(chances.values(), reverse=True)[:NUM_ALTERNATIVES] if own else []
-            expected += [above * ACCEPTANCE[16 + min(int(chance * 16), 15)] for chance in near]
+            near = sorted(probs.values(), reverse=True)[:NUM_ALTERNATIVES] if own else []
+            expected += [above * ACCEPTANCE[16 + min(int(prob * 16), 15)] for prob in near]
             above *= ACCEPTANCE[chain.confidence_bins[level]]
         found = zip(full.path_probs, full.confidence_bins, strict=True)
-        beside = [chance for chance, sure in found if sure >= 16]
+        beside = [prob for prob, confidence_bin in found if confidence_bin >= 16]
         assert beside == pytest.approx(sorted(expected, reverse=True)[:NUM_ALTERNATIVES], rel=0.15)
 
 
-def chances_of(logits: Tensor, request: DraftRequest, level: int) -> dict[int, float]:
-    """The probabilities that the eight likeliest tokens are drawn, given the target's noise."""
+def probs_of(logits: Tensor, request: DraftRequest, level: int) -> dict[int, float]:
+    """Return the probabilities that the eight likeliest tokens are drawn, given the noise."""
     temperature = 1.0 if request.params.greedy else request.params.temperature
     logs, tokens = (logits.double() / temperature).log_softmax(-1).topk(8)
     if not request.params.greedy:
@@ -176,7 +171,7 @@ PARALLEL_TEXT = (5, 6, 7, 8, 9, 10, 11, 12)
 
 
 def parallel_drafts(head: Eagle3Head, view: TargetView, depths: tuple[int, ...]) -> list[list[int]]:
-    """Drafts one after the other, of a text that gets a token longer each time."""
+    """Draft again and again for a text that gets a token longer each time."""
     drafter, tokens = ParallelEagleProposer("eagle3", head, view, **ROOM), PARALLEL_TEXT
     drafter.open(0, tokens)
     generator = torch.Generator().manual_seed(3)
@@ -184,29 +179,33 @@ def parallel_drafts(head: Eagle3Head, view: TargetView, depths: tuple[int, ...])
         layer: torch.randn(len(tokens), view.hidden, generator=generator)
         for layer in drafter.aux_hidden_layers
     }
-    drafts, shown = [], 0
+    drafts, num_observed = [], 0
     for more, depth in enumerate(depths):
         text = tokens[: len(tokens) - len(depths) + 1 + more]
-        drafter.observe(0, shown, {b: s[shown : len(text) - 1] for b, s in states.items()})
-        shown = len(text) - 1
-        first, again = (drafter.propose([row(text, WARM, depth)])[0].tokens for _ in range(2))
+        drafter.observe(
+            0, num_observed, {b: s[num_observed : len(text) - 1] for b, s in states.items()}
+        )
+        num_observed = len(text) - 1
+        first, again = (
+            drafter.propose([make_request(text, WARM, depth)])[0].tokens for _ in range(2)
+        )
         assert first == again, "proposing changes nothing"
         drafts.append(first)
     return drafts
 
 
 def test_a_deeper_parallel_draft_begins_like_a_shallower_one() -> None:
-    """And masks leave nothing after for the next round."""
+    """Masks leave nothing behind for the next round."""
     head = tiny.parallel("llama")
     shallow, deep = (parallel_drafts(head, target(), depths) for depths in ((1, 1, 2), (7, 5, 6)))
     assert [len(d) for d in deep] == [8, 6, 7]
     assert [d[: len(s)] for d, s in zip(deep, shallow, strict=True)] == shallow
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("form", ["float32", "int8"])
 def test_parallel_drafts_on_the_native_kernels(form: str) -> None:
-    """The same drafts in float32; in int8 they may differ, and the text cannot."""
+    """Drafts are the same in float32 and may differ in int8."""
     native.start(2)
     head, views = tiny.parallel("llama", draft_vocab=40), (target(), replace(target(), form=form))
     plain, fast = (parallel_drafts(head, view, (4, 1, 3)) for view in views)

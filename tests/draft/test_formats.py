@@ -2,7 +2,7 @@
 one line.
 
 The numbers of hidden states, and which slot of a block predicts which token, mean different things
-in different formats, and a head that is read the wrong way still drafts: so what each format means
+in different formats. A head that is read the wrong way still drafts, so the meaning of each format
 is listed here."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from forerun.models.files import LARGEST
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import published
-from tests.draft.asking import refused
 from tests.draft.heads import CASES, KINDS, NO_CONFIDENCE, PLAIN, SHAPES, head_of
+from tests.draft.helpers import refused
 from tests.draft.published import (
     DEEPSPEC,
     DFLASH,
@@ -54,19 +54,19 @@ from tests.draft.published import (
 )
 from tests.draft.twins import target
 
-Case = tuple[str, Any, Published]  # the kind, the head that is meant, and its checkpoint
+Case = tuple[str, Any, Published]  # the kind, the expected head, and its checkpoint
 
 
 def drafts(kind: str, head: Any) -> list[int]:
-    """What a head drafts from random states."""
+    """Draft with a head from random states."""
     view = target()
-    drafter = KINDS[kind].propose(head, view, width=3)
+    drafter = KINDS[kind].proposer(head, view, width=3)
     generator = torch.Generator().manual_seed(3)
     states = {b: torch.randn(6, view.hidden, generator=generator) for b in range(view.layers + 1)}
     drafter.open(0, range(7))
     drafter.observe(0, 0, {b: states[b] for b in drafter.aux_hidden_layers})
-    row = DraftRequest(0, range(7), SamplingParams(), Noise(1, 6), 5)
-    return drafter.propose([row])[0].tokens
+    request = DraftRequest(0, range(7), SamplingParams(), Noise(1, 6), 5)
+    return drafter.propose([request])[0].tokens
 
 
 def assert_same(kind: str, loaded: Any, head: Any) -> None:
@@ -90,7 +90,7 @@ def eagle3(raw: dict[str, Any] | None = None, **changes: Any) -> Case:
 
 
 def with_tensors(case: Case, change: Callable[[dict[str, torch.Tensor]], Any]) -> Case:
-    """The same case with other tensors; `change` works in place."""
+    """Apply `change` to the tensors of a case, in place."""
     change(case[2].tensors)
     return case
 
@@ -102,7 +102,7 @@ def renamed(case: Case, prefix: str = "model.", file: str = "model.safetensors")
     return kind, head, replace(made, tensors=tensors, file=file)
 
 
-def half() -> Case:
+def in_bfloat16() -> Case:
     kind, head, made = eagle3()
     head.bfloat16().float()
     for name, tensor in made.tensors.items():
@@ -110,8 +110,8 @@ def half() -> Case:
     return kind, head, made
 
 
-def with_ids() -> Case:
-    """d2t holds the ids themselves, in any order."""
+def with_token_ids() -> Case:
+    """Make d2t the ids themselves, in any order."""
     kind, head, made = eagle3()
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     made.tensors |= {"d2t": head.tokens()[order], "lm_head.weight": head.lm_head.weight[order]}
@@ -119,7 +119,7 @@ def with_ids() -> Case:
     return kind, head, made
 
 
-def left_out() -> Case:
+def with_defaults() -> Case:
     kind, head, _ = eagle3(aux_hidden_layers=(2, 1, 0), norm_before_residual=True)
     layer = {"model_type": "llama", "num_attention_heads": 4}
     layer |= {"max_position_embeddings": 128, "rms_norm_eps": 1e-5}
@@ -141,7 +141,7 @@ def block(raw: dict[str, Any], **changes: Any) -> Case:
 
 
 def with_targets_weights() -> Case:
-    """Older files hold copies of the target's embedding and lm head, which are borrowed instead."""
+    """Add copies of the target's embedding and lm head, which older files hold, to a case."""
     kind, head, made = block(DSPARK, **FILL_IN)
     weights = tiny.decoder(tiny.family("llama")).weights
     made.tensors |= {"embed_tokens.weight": weights.embed, "lm_head.weight": weights.head.weight}
@@ -166,7 +166,7 @@ FORMATS: dict[str, Callable[[], Case]] = {
     "EAGLE-3: other names": lambda: renamed(eagle3()),
     "EAGLE-3: another file": lambda: renamed(eagle3(), "", "eagle.safetensors"),
     "EAGLE-3: pickled": lambda: renamed(eagle3(), file="pytorch_model.bin"),
-    "EAGLE-3: bfloat16": half,
+    "EAGLE-3: bfloat16": in_bfloat16,
     "EAGLE-3: SpecForge's, outputs of layers": lambda: eagle3(
         {"eagle_config": {IDS: [1, 0, 2]}}, aux_hidden_layers=(2, 1, 3)),
     "EAGLE-3: NVIDIA's, as in forerun": lambda: eagle3(
@@ -178,11 +178,11 @@ FORMATS: dict[str, Callable[[], Case]] = {
     "EAGLE-3: flags in eagle_config": lambda: eagle3(
         {"eagle_config": {"norm_before_residual": True, "norm_before_fc": True}},
         norm_before_residual=True, norm_before_fc=True),
-    "EAGLE-3: ids instead of offsets": with_ids,
+    "EAGLE-3: ids instead of offsets": with_token_ids,
     "EAGLE-3: a map of the whole vocabulary": lambda: with_tensors(
         eagle3({"draft_vocab_size": 64}, draft_vocab=64),
         lambda t: t.update(d2t=torch.zeros(64, dtype=torch.int64), t2d=torch.ones(64, dtype=torch.bool))),
-    "EAGLE-3: speculators, fields left out": left_out,
+    "EAGLE-3: speculators, fields left out": with_defaults,
     "P-EAGLE: speculators": lambda: peagle(PEAGLE_SPECULATORS | {"draft_vocab_size": 40}),
     "P-EAGLE: speculators, with norms": lambda: peagle(
         PEAGLE_SPECULATORS | {"norm_before_residual": True, "fc_norm": True},
@@ -235,7 +235,7 @@ FORMATS: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_published_format_is_read_as_it_is_meant(name: str, tmp_path: Path) -> None:
+def test_a_published_format_is_read_as_its_head(name: str, tmp_path: Path) -> None:
     kind, head, made = FORMATS[name]()
     directory = made.write(tmp_path / "head")
     assert kind_of(directory) == made.draft and tensor_names(directory)
@@ -266,14 +266,14 @@ def test_a_map_of_zeros_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "predicts only the tokens below 40" in capsys.readouterr().err
 
 
-def test_weights_of_the_target_are_borrowed(tmp_path: Path) -> None:
-    """Up to rounding; one row of another embedding or lm head makes it the head's own."""
+def test_copies_of_the_target_s_weights_are_not_loaded(tmp_path: Path) -> None:
+    """Copies may be rounded; one row that differs makes an embedding or lm head the head's own."""
     theirs = tiny.decoder(tiny.family("llama")).weights
     _, made = published.eagle1()
-    for weight, borrowed in ((1.0, True), (1.02, False)):
+    for weight, is_copy in ((1.0, True), (1.02, False)):
         made.tensors["lm_head.weight"] = theirs.head.weight.float().bfloat16() * weight
         head = load_eagle1_head(made.write(tmp_path / "eagle"), target())
-        assert (head.lm_head is None) == borrowed
+        assert (head.lm_head is None) == is_copy
     copies = {"embed_tokens.weight": theirs.embed, "lm_head.weight": theirs.head.weight}
     for name, own in (("embed_tokens", "own_embedding"), ("lm_head", "own_head")):
         made = block(DSPARK, **FILL_IN)[2]
@@ -313,7 +313,7 @@ def test_a_head_comes_back_as_it_was_saved(
     assert sorted(os.listdir(tmp_path / "head")) == ["config.json", "model.safetensors"]
 
 
-def test_int8_takes_a_quarter_and_comes_back_to_the_bit(tmp_path: Path) -> None:
+def test_int8_heads_are_small_and_are_saved_again_to_the_bit(tmp_path: Path) -> None:
     head = head_of("eagle3", "joined pairs")
     for dtype in (torch.float32, torch.int8):
         save_head(head, tmp_path / str(dtype), "some/target", dtype)
@@ -334,8 +334,8 @@ def test_int8_takes_a_quarter_and_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert described["config_groups"]["group_0"]["weights"]["num_bits"] == 8
 
 
-def test_what_other_engines_read_of_a_saved_drafter(tmp_path: Path) -> None:
-    """And nothing of the target is stored."""
+def test_a_saved_drafter_has_the_fields_that_other_engines_read(tmp_path: Path) -> None:
+    """It holds no tensor of the target."""
     save_block(head_of("block"), tmp_path / "drafter", "some/target", torch.bfloat16)
     names = load_block(tmp_path / "drafter", target()).state_dict()
     assert not [n for n in names if n.startswith(("embed_tokens", "lm_head", "d2t", "t2d"))]
@@ -346,7 +346,7 @@ def test_what_other_engines_read_of_a_saved_drafter(tmp_path: Path) -> None:
     assert raw["sample_from_anchor"] is True and raw["dtype"] == "bfloat16"
 
 
-def test_a_save_that_fails_leaves_what_was_there(
+def test_a_save_that_fails_keeps_the_old_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, place = head_of("eagle3"), tmp_path / "head"
@@ -377,8 +377,8 @@ def mtp(**changes: Any) -> Published:
     return Published("mtp", json.loads((directory / "config.json").read_text()), dict(tensors))
 
 
-def say(**fields: Any) -> Callable[[Published], None]:
-    return lambda made: made.raw.update(fields)
+def fields(**changes: Any) -> Callable[[Published], None]:
+    return lambda made: made.raw.update(changes)
 
 
 def layer(**fields: Any) -> Callable[[Published], None]:
@@ -461,113 +461,113 @@ BROKEN: list[tuple[str, Callable[[Published], Any], str]] = [
     ("eagle3", put("d2t", torch.full((40,), 99)), "different tokens of 64"),
     ("eagle3", put("d2t", torch.full((40,), -9)), "different tokens of 64"),
     ("eagle3", put("d2t", torch.arange(40).flip(0) // 2), "different tokens of 64"),
-    ("eagle3", say(draft_vocab_size=32), "lm_head.weight has 40 rows"),
-    ("eagle3", say(vocab_size=39), "more than the 39"),
-    ("eagle", say(truncated_vocab_size=40), "40 tokens only"),
-    ("mtp of 40 tokens", say(draft_vocab_size=41), "41, but lm_head.weight has 40 rows"),
+    ("eagle3", fields(draft_vocab_size=32), "lm_head.weight has 40 rows"),
+    ("eagle3", fields(vocab_size=39), "more than the 39"),
+    ("eagle", fields(truncated_vocab_size=40), "40 tokens only"),
+    ("mtp of 40 tokens", fields(draft_vocab_size=41), "41, but lm_head.weight has 40 rows"),
     ("mtp of 40 tokens", drop("d2t"), "no d2t"),
     ("mtp of 40 tokens", put("d2t", torch.arange(40).flip(0)), "ascending"),
     ("mtp of 40 tokens", put("d2t", torch.full((40,), 25)), "ascending"),
-    ("mtp of 40 tokens", both(say(draft_vocab_size=65), put("lm_head.weight", torch.zeros(65, 32))), "65 tokens, more"),
+    ("mtp of 40 tokens", both(fields(draft_vocab_size=65), put("lm_head.weight", torch.zeros(65, 32))), "65 tokens, more"),
     ("dspark of 40 tokens", drop("d2t"), "no d2t"),
     ("dspark of 40 tokens", put("d2t", torch.zeros(40)), "no d2t of 40 integers"),
     ("dspark of 40 tokens", put("d2t", torch.full((40,), -1)), "ascending"),
-    ("dspark", say(draft_vocab_size=40), "no lm_head.weight"),
-    ("dspark", say(draft_vocab_size=65), "from 1 to 64"),
+    ("dspark", fields(draft_vocab_size=40), "no lm_head.weight"),
+    ("dspark", fields(draft_vocab_size=65), "from 1 to 64"),
     ("vLLM's Medusa of 40 tokens", drop("token_map"), "no token_map of 40"),
     ("vLLM's Medusa of 40 tokens", put("token_map", torch.arange(40) + 40), "40 different tokens of 64"),
     # layers
-    ("eagle3", say(num_hidden_layers=2), "drafters of 1 layer"),
-    ("eagle3", say(model_type="deepseek_v2"), "family 'deepseek_v2'"),
-    ("eagle3", say(model_type=[1]), "family"),
-    ("eagle3", say(attention_bias=True), "biases"),
-    ("eagle3", say(num_attention_heads=3), "config.json"),
-    ("eagle3", say(hidden_size="many"), "config.json"),
-    ("eagle3", say(head_dim=7), "cannot rotate"),
-    ("eagle3", say(rope_scaling="long"), "config.json"),
-    ("eagle3", say(layer_types=["sliding_attention"], sliding_window=0), "sliding window"),
-    ("eagle3", say(join=True, norm_before_residual=True), "both true"),
-    ("eagle", say(num_hidden_layers=2), "2 layers"),
-    ("eagle", say(model=[1]), "not an object"),
-    ("mtp", say(num_nextn_predict_layers=3), "3 layers"),
-    ("mtp", say(speculators_model_type="eagle3"), "does not describe"),
-    ("mtp", say(transformer_layer_config=None), "does not describe"),
-    ("dspark", say(transformer_layer_config=None), "describes no layers"),
-    ("dspark", say(transformer_layer_config={}), "num_hidden_layers"),
+    ("eagle3", fields(num_hidden_layers=2), "drafters of 1 layer"),
+    ("eagle3", fields(model_type="deepseek_v2"), "family 'deepseek_v2'"),
+    ("eagle3", fields(model_type=[1]), "family"),
+    ("eagle3", fields(attention_bias=True), "biases"),
+    ("eagle3", fields(num_attention_heads=3), "config.json"),
+    ("eagle3", fields(hidden_size="many"), "config.json"),
+    ("eagle3", fields(head_dim=7), "cannot rotate"),
+    ("eagle3", fields(rope_scaling="long"), "config.json"),
+    ("eagle3", fields(layer_types=["sliding_attention"], sliding_window=0), "sliding window"),
+    ("eagle3", fields(join=True, norm_before_residual=True), "both true"),
+    ("eagle", fields(num_hidden_layers=2), "2 layers"),
+    ("eagle", fields(model=[1]), "not an object"),
+    ("mtp", fields(num_nextn_predict_layers=3), "3 layers"),
+    ("mtp", fields(speculators_model_type="eagle3"), "does not describe"),
+    ("mtp", fields(transformer_layer_config=None), "does not describe"),
+    ("dspark", fields(transformer_layer_config=None), "describes no layers"),
+    ("dspark", fields(transformer_layer_config={}), "num_hidden_layers"),
     ("dspark", layer(num_hidden_layers=3), "no layers.2"),
     ("dspark", layer(num_hidden_layers=1), "has layers.1"),
     ("dspark", layer(layer_types=SLIDING["layer_types"]), "sliding_window in config.json is None"),
     ("dspark", layer(model_type="gemma2"), "gemma2"),
     ("dspark", layer(num_attention_heads=2), "its configuration asks for"),
-    ("z-lab", say(layer_types=["full_attention", "chunked_attention"]), "another attention"),
-    ("z-lab", say(layer_types=SLIDING["layer_types"], sliding_window=0), "sliding_window"),
-    ("z-lab", say(**SLIDING | {"layer_types": ["sliding_attention"]}), "1 entries"),
-    ("z-lab", say(**SLIDING | {"use_sliding_window": False}), "one of them is wrong"),
-    ("z-lab", say(**SLIDING, architectures=["Qwen3DSparkModel"], dflash_config=None), "sliding_window_non_causal"),
+    ("z-lab", fields(layer_types=["full_attention", "chunked_attention"]), "another attention"),
+    ("z-lab", fields(layer_types=SLIDING["layer_types"], sliding_window=0), "sliding_window"),
+    ("z-lab", fields(**SLIDING | {"layer_types": ["sliding_attention"]}), "1 entries"),
+    ("z-lab", fields(**SLIDING | {"use_sliding_window": False}), "one of them is wrong"),
+    ("z-lab", fields(**SLIDING, architectures=["Qwen3DSparkModel"], dflash_config=None), "sliding_window_non_causal"),
     # hidden states
-    ("eagle3", say(eagle_config={IDS: [1, "a"]}), "layer numbers"),
-    ("eagle3", say(target_layer_ids=[]), "layer numbers"),
-    ("eagle3", say(target_layer_ids=[1, 2, 3]), "from 0 to 3"),
-    ("eagle3", say(target_layer_ids=[1, 2, 1]), "different numbers"),
-    ("eagle3", say(target_layer_ids=[1, 2]), "reads 96 numbers"),
-    ("eagle3", say(eagle_config=[1]), "eagle_config"),
-    ("dspark", say(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
-    ("dspark", say(aux_hidden_state_layer_ids=["last"]), "aux_hidden_state_layer_ids"),
-    ("dspark", say(aux_hidden_state_layer_ids=[1, 2]), "fc.weight reads 96"),
-    ("dspark", say(aux_hidden_state_layer_ids=[1, 2, 9]), "from 0 to 3"),
-    ("z-lab", say(num_target_layers=4), "target of 4 layers, this one has 3"),
+    ("eagle3", fields(eagle_config={IDS: [1, "a"]}), "layer numbers"),
+    ("eagle3", fields(target_layer_ids=[]), "layer numbers"),
+    ("eagle3", fields(target_layer_ids=[1, 2, 3]), "from 0 to 3"),
+    ("eagle3", fields(target_layer_ids=[1, 2, 1]), "different numbers"),
+    ("eagle3", fields(target_layer_ids=[1, 2]), "reads 96 numbers"),
+    ("eagle3", fields(eagle_config=[1]), "eagle_config"),
+    ("dspark", fields(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
+    ("dspark", fields(aux_hidden_state_layer_ids=["last"]), "aux_hidden_state_layer_ids"),
+    ("dspark", fields(aux_hidden_state_layer_ids=[1, 2]), "fc.weight reads 96"),
+    ("dspark", fields(aux_hidden_state_layer_ids=[1, 2, 9]), "from 0 to 3"),
+    ("z-lab", fields(num_target_layers=4), "target of 4 layers, this one has 3"),
     ("z-lab", zlab(target_layer_ids=[1, "2"]), "target_layer_ids"),
     ("z-lab", zlab(target_layer_ids=[1, -1, 3]), "from 0 to 3"),
-    ("z-lab", say(dflash_config=[]), "aux_hidden_state_layer_ids"),
-    ("z-lab", say(dflash_config="x"), "not an object"),
+    ("z-lab", fields(dflash_config=[]), "aux_hidden_state_layer_ids"),
+    ("z-lab", fields(dflash_config="x"), "not an object"),
     # flags, sizes, kinds
-    ("eagle3", say(vocab_size=65), "65 tokens"),
-    ("eagle3", say(norm_before_residual="yes"), "not true or false"),
-    ("eagle3", say(norm_before_fc=True), "no input_norm.weight"),
-    ("eagle3", say(norm_output=False), "norm_output"),
-    ("eagle3", say(speculators_model_type="dflash"), "'dflash' speculator"),
-    ("eagle3", say(speculators_model_type="eagle3"), "transformer_layer_config"),
-    ("eagle3", say(mask_token_id=3), "no mask_hidden"),
-    ("eagle3", say(parallel_drafting=True), "no mask token"),
-    ("eagle3", say(pard_token="x"), "not a token"),
-    ("eagle3", both(say(pard_token=64), put("mask_hidden", torch.zeros(96))), "one of its 64 tokens"),
-    ("eagle3", say(pard_token=3, num_hidden_layers="x"), "whole number"),
-    ("eagle3", say(pard_token=3, num_hidden_layers=2), "no layers.1"),
+    ("eagle3", fields(vocab_size=65), "65 tokens"),
+    ("eagle3", fields(norm_before_residual="yes"), "not true or false"),
+    ("eagle3", fields(norm_before_fc=True), "no input_norm.weight"),
+    ("eagle3", fields(norm_output=False), "norm_output"),
+    ("eagle3", fields(speculators_model_type="dflash"), "'dflash' speculator"),
+    ("eagle3", fields(speculators_model_type="eagle3"), "transformer_layer_config"),
+    ("eagle3", fields(mask_token_id=3), "no mask_hidden"),
+    ("eagle3", fields(parallel_drafting=True), "no mask token"),
+    ("eagle3", fields(pard_token="x"), "not a token"),
+    ("eagle3", both(fields(pard_token=64), put("mask_hidden", torch.zeros(96))), "one of its 64 tokens"),
+    ("eagle3", fields(pard_token=3, num_hidden_layers="x"), "whole number"),
+    ("eagle3", fields(pard_token=3, num_hidden_layers=2), "no layers.1"),
     ("eagle3", put("mask_hidden", torch.zeros(1, 1, 96)), "mask_hidden, which no"),
-    ("eagle3", both(say(pard_token=3), put("mask_hidden", torch.zeros(1, 1, 95))), r"1, 95\]"),
-    ("eagle", say(bias=False), "fc.bias"),
-    ("eagle", say(qkv_bias=True), "k_proj.bias"),
-    ("eagle", say(bias="yes"), "true or false"),
-    ("eagle", both(say(vocab_size=65), drop("embed_tokens.weight")), "trained for it"),
-    ("dspark", say(speculators_model_type="eagle3"), "dspark"),
-    ("dspark", say(causal=True), "its blocks are causal"),
-    ("dspark", say(block_size=None), "block_size"),
-    ("dspark", say(block_size=1 << 40), "block_size"),
-    ("dspark", say(block_size=1), "no slot"),
-    ("dspark", say(mask_token_id="<mask>"), "mask_token_id"),
-    ("dspark", say(mask_token_id=64), "from 0 to 63"),
-    ("dspark", say(sample_from_anchor="yes"), "true or false"),
-    ("dspark", say(markov_rank=-1), "markov_rank"),
-    ("dspark", say(markov_rank=6), "config.json asks for 6"),
-    ("dspark", say(markov_rank=0), "config.json asks for 0"),
-    ("dspark", say(markov_head_type="gated"), "gate_proj"),
-    ("dspark", say(markov_head_type="lstm"), "only vanilla, gated, rnn"),
-    ("dspark", say(enable_confidence_head=False), "confidence_head"),
-    ("z-lab", say(architectures=["DFlashLagunaForCausalLM"]), "Laguna"),
-    ("z-lab", say(architectures=["Gemma4DSparkModel"]), "Gemma 4"),
-    ("z-lab", say(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
-    ("z-lab", say(attention_value_scale=0.5), "attention_value_scale"),
+    ("eagle3", both(fields(pard_token=3), put("mask_hidden", torch.zeros(1, 1, 95))), r"1, 95\]"),
+    ("eagle", fields(bias=False), "fc.bias"),
+    ("eagle", fields(qkv_bias=True), "k_proj.bias"),
+    ("eagle", fields(bias="yes"), "true or false"),
+    ("eagle", both(fields(vocab_size=65), drop("embed_tokens.weight")), "trained for it"),
+    ("dspark", fields(speculators_model_type="eagle3"), "dspark"),
+    ("dspark", fields(causal=True), "its blocks are causal"),
+    ("dspark", fields(block_size=None), "block_size"),
+    ("dspark", fields(block_size=1 << 40), "block_size"),
+    ("dspark", fields(block_size=1), "no slot"),
+    ("dspark", fields(mask_token_id="<mask>"), "mask_token_id"),
+    ("dspark", fields(mask_token_id=64), "from 0 to 63"),
+    ("dspark", fields(sample_from_anchor="yes"), "true or false"),
+    ("dspark", fields(markov_rank=-1), "markov_rank"),
+    ("dspark", fields(markov_rank=6), "config.json asks for 6"),
+    ("dspark", fields(markov_rank=0), "config.json asks for 0"),
+    ("dspark", fields(markov_head_type="gated"), "gate_proj"),
+    ("dspark", fields(markov_head_type="lstm"), "only vanilla, gated, rnn"),
+    ("dspark", fields(enable_confidence_head=False), "confidence_head"),
+    ("z-lab", fields(architectures=["DFlashLagunaForCausalLM"]), "Laguna"),
+    ("z-lab", fields(architectures=["Gemma4DSparkModel"]), "Gemma 4"),
+    ("z-lab", fields(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+    ("z-lab", fields(attention_value_scale=0.5), "attention_value_scale"),
     ("z-lab", zlab(causal="yes"), "causal"),
     ("z-lab", zlab(projector_type="domino"), "which forerun does not read"),
     ("z-lab", zlab(selector_rank=5), "selector_rank"),
     ("z-lab", zlab(output_multiplier=2.0), "output_multiplier"),
-    ("IBM", say(n_predict=2), "which no MLP speculator"),
-    ("IBM", say(n_predict=65), "from 1 to 64"),
-    ("IBM", say(n_predict=True), "n_predict in config.json is True"),
-    ("IBM", say(architectures=["GPT"]), "its architecture is"),
-    ("IBM", say(tie_weights="yes"), "true or false"),
-    ("vLLM's Medusa", say(num_heads=9), "has no blocks.3"),
-    ("vLLM's Medusa", say(logit_scale="1"), "logit_scale"),
+    ("IBM", fields(n_predict=2), "which no MLP speculator"),
+    ("IBM", fields(n_predict=65), "from 1 to 64"),
+    ("IBM", fields(n_predict=True), "n_predict in config.json is True"),
+    ("IBM", fields(architectures=["GPT"]), "its architecture is"),
+    ("IBM", fields(tie_weights="yes"), "true or false"),
+    ("vLLM's Medusa", fields(num_heads=9), "has no blocks.3"),
+    ("vLLM's Medusa", fields(logit_scale="1"), "logit_scale"),
 ]  # fmt: skip
 
 
@@ -606,19 +606,19 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("fault", FILES)
 def test_a_broken_file_is_refused_in_one_line(fault: str, tmp_path: Path) -> None:
-    file, spoil, message = FILES[fault]
+    file, damage, message = FILES[fault]
     directory = published.eagle3()[1].write(tmp_path / "head")
-    spoil(directory / file)
+    damage(directory / file)
     with pytest.raises(LoadError, match=message) as error:
         load_head(directory, target())
     assert str(directory) in str(error.value) and "\n" not in str(error.value)
     if file == CONFIG:
         with pytest.raises(LoadError):
             read_config(directory, "head")
-        assert kind_of(directory) == "model", "whoever loads it reports the fault"
+        assert kind_of(directory) == "model", "loading it as a model reports the fault"
 
 
-class Evil:
+class Malicious:
     """Makes a directory when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
@@ -629,16 +629,16 @@ class Evil:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-@pytest.mark.parametrize("held", ["code", "a list", "garbage"])
-def test_a_pickle_is_only_tensors(held: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["code", "a list", "garbage"])
+def test_pickles_may_only_hold_tensors(content: str, kind: str, tmp_path: Path) -> None:
     made = published.eagle3()[1] if kind == "eagle3" else published.medusa()
     made = replace(made, file="pytorch_model.bin" if kind == "eagle3" else made.file)
     directory = made.write(tmp_path / "head")
-    evil = {"0.1.weight": Evil(tmp_path / "evil")}
-    torch.save([1] if held == "a list" else evil, directory / made.file)
-    if held == "garbage":
+    evil = {"0.1.weight": Malicious(tmp_path / "evil")}
+    torch.save([1] if content == "a list" else evil, directory / made.file)
+    if content == "garbage":
         (directory / made.file).write_bytes(b"x" * 300)
-    assert held == "a list" or not tensor_names(directory)
+    assert content == "a list" or not tensor_names(directory)
     with pytest.raises(LoadError, match="cannot be read") as error:
         KINDS[kind].load(directory, target())
     assert not (tmp_path / "evil").exists() and "\n" not in str(error.value)
@@ -646,7 +646,7 @@ def test_a_pickle_is_only_tensors(held: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
 def test_layers_with_biases_are_refused(bias: str) -> None:
-    """Their tensors would not be read; each alone is enough."""
+    """Their tensors would not be read; each kind of bias alone is refused."""
     raw = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2}
     tensors = {
         "layers.0.post_attention_layernorm.weight": torch.ones(8),
@@ -657,8 +657,8 @@ def test_layers_with_biases_are_refused(bias: str) -> None:
         read_layer(raw | {bias: True}, tensors, 32)
 
 
-def test_a_user_s_mistakes_are_one_line(tmp_path: Path) -> None:
-    """A language model or nothing where a head should be, and a drafter of another target."""
+def test_paths_of_other_models_are_refused_in_one_line(tmp_path: Path) -> None:
+    """They lead to a language model, to nothing, or to a drafter for another target."""
     save_block(head_of("block"), tmp_path / "block")
     for model, draft, message in (
         (tiny.family("llama"), f"eagle3:{tiny.drafter('llama')}", r"no fc\.weight"),

@@ -32,13 +32,13 @@ from forerun.models.local import LocalModel
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import gguf_heads
-from tests.draft.asking import refused
-from tests.draft.heads import FILL_IN, KINDS, PLAIN, SHAPES, SOME, WINDOWS
+from tests.draft.heads import FILL_IN, KINDS, PLAIN, REDUCED, SHAPES, WINDOWS
+from tests.draft.helpers import refused
 from tests.draft.test_formats import assert_same
 from tests.draft.twins import target
 from tests.gguf_files import llama3_divisors, written
 
-# shapes that llama.cpp's files can say
+# shapes that llama.cpp's files can describe
 EAGLE3 = {
     **{
         name: SHAPES["eagle3"][name]
@@ -50,14 +50,14 @@ EAGLE3 = {
     "norm before fc": {"norm_before_fc": True},
     "another rope": {"layer": {"rope_theta": 500.0, "head_dim": 16}},
 }  # fmt: skip
-NON_CAUSAL = {**PLAIN, **FILL_IN, "layer": WINDOWS}
+WINDOWS_NON_CAUSAL = {**PLAIN, **FILL_IN, "layer": WINDOWS}
 BLOCK = {
     "dspark": SHAPES["block"]["dspark"],
     "dspark, filling in": FILL_IN,
-    "dspark, some tokens": SOME,
+    "dspark, some tokens": REDUCED,
     "dflash": {**PLAIN, **FILL_IN},
     "own embedding and head, narrower": SHAPES["block"]["own embedding and head, narrower"],
-    "windows": NON_CAUSAL,
+    "windows": WINDOWS_NON_CAUSAL,
 }
 CASES = [("eagle3", name) for name in EAGLE3] + [("block", name) for name in BLOCK]
 
@@ -113,7 +113,7 @@ def test_rope_divisors_give_the_logits_of_the_checkpoint(tmp_path: Path) -> None
     found = []
     for place in (path, tmp_path / "head"):
         view = target()
-        drafter = KINDS["eagle3"].propose(load_head(place, view), view)
+        drafter = KINDS["eagle3"].proposer(load_head(place, view), view)
         generator = torch.Generator().manual_seed(3)
         states = torch.randn(view.layers + 1, 30, view.hidden, generator=generator)
         drafter.open(0, range(31))
@@ -124,8 +124,8 @@ def test_rope_divisors_give_the_logits_of_the_checkpoint(tmp_path: Path) -> None
     assert found[0][1] == found[1][1]
 
 
-def test_names_of_early_conversions(tmp_path: Path) -> None:
-    """`extract_layers`, the norm of the state as `hidden_norm`, and flags as strings."""
+def test_files_of_early_conversions_are_read(tmp_path: Path) -> None:
+    """They have `extract_layers`, the norm of the state as `hidden_norm`, and flags as strings."""
     head = head_of("eagle3", "norm before residual")
     stored = gguf_heads.stored_tensors("eagle3", head)
     path = gguf_heads.write(
@@ -171,7 +171,7 @@ def test_a_confidence_head_may_lack_its_bias_and_an_axis(tmp_path: Path) -> None
 def test_text_and_drafts_are_those_of_the_checkpoint(
     kind: str, shape: str, temperature: float, tmp_path: Path
 ) -> None:
-    """As its own kind and as model:, plain text comes out, with the checkpoint's acceptance."""
+    """Given as its own kind or as model:, a file changes no text and has the same acceptance."""
     head = head_of(kind, shape)
     path = gguf_heads.write(tmp_path / "head.gguf", head)
     KINDS[kind].save(head, tmp_path / "head")
@@ -189,8 +189,8 @@ def test_text_and_drafts_are_those_of_the_checkpoint(
     assert found[0] == found[1] == found[2]
 
 
-def test_a_head_is_no_draft_model(tmp_path: Path) -> None:
-    """What only draft models can do is refused."""
+def test_a_head_cannot_be_used_where_only_draft_models_can(tmp_path: Path) -> None:
+    """Otherwise model: takes a head's file too."""
     path = gguf_heads.write(tmp_path / "head.gguf", head_of("eagle3", "plain"))
     for draft in (f"suffix>model:{path}", f"ahead(model:{path})"):
         with pytest.raises(ConfigError, match="draft model"):
@@ -199,11 +199,11 @@ def test_a_head_is_no_draft_model(tmp_path: Path) -> None:
     assert llm.draft == "suffix+model"
 
 
-# ---------------------------------------------------------------- what is said of them
+# ---------------------------------------------------------------- lists of drafters
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
-def test_what_is_listed_of_a_file(kind: str, tmp_path: Path) -> None:
+def test_a_file_is_listed_as_a_drafter_and_not_as_a_model(kind: str, tmp_path: Path) -> None:
     head = head_of(kind, "plain" if kind == "eagle3" else "dspark")
     path = gguf_heads.write(tmp_path / f"{kind}-dspark.gguf", head)
     facts = facts_of(str(path))
@@ -312,7 +312,7 @@ def test_a_broken_file_is_refused_in_one_line(
 
 
 def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
-    """A model, a head of another kind, a file that is cut off, and one of another target."""
+    """They hold a model, a head of another kind or another target, or are cut off."""
     eagle = gguf_heads.write(tmp_path / "eagle.gguf", head_of("eagle3", "plain"))
     block = gguf_heads.write(tmp_path / "block.gguf", head_of("block", "dspark"))
     cut = gguf_heads.write(tmp_path / "cut.gguf", head_of("eagle3", "plain"))
@@ -332,12 +332,12 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
     ):
         with refused(LoadError, message):
             load(path, view)
-    assert kind_of(cut) == "model", "whoever loads it reports the fault"
+    assert kind_of(cut) == "model", "loading it as a model reports the fault"
 
 
 def test_a_header_alone_gives_the_configuration(tmp_path: Path) -> None:
-    """But for the size of a vocabulary that only the list of tokens shows."""
+    """It lacks only the size of a vocabulary, which the list of tokens shows."""
     path = gguf_heads.write(tmp_path / "head.gguf", head_of("block", "dflash"))
-    whole, skimmed = head_config(open_gguf(path)), head_config(skim(path))
-    assert whole["transformer_layer_config"].pop("vocab_size") == 64
-    assert whole == skimmed
+    full, skimmed = head_config(open_gguf(path)), head_config(skim(path))
+    assert full["transformer_layer_config"].pop("vocab_size") == 64
+    assert full == skimmed

@@ -82,14 +82,14 @@ def test_each_kind(raw: dict[str, Any], tensors: tuple[str, ...], name: str, dra
     assert bool(kind.draft) != bool(kind.why) and kind.title
 
 
-def test_no_row_is_without_an_example() -> None:
+def test_each_row_of_the_table_has_an_example() -> None:
     looks = [Look(raw, tensors, tokenizer=True) for raw, tensors, _, _ in ROWS]
     taken = {next(i for i, (test, _) in enumerate(TABLE) if test(look)) for look in looks}
     assert taken == set(range(len(TABLE)))
 
 
-def test_one_layer_without_tensors_to_look_at() -> None:
-    """Pickled weights show nothing: a model has a tokenizer, a head has none."""
+def test_heads_and_models_of_one_layer_without_tensor_names() -> None:
+    """Pickled weights list no tensors: a model has a tokenizer, a head has none."""
     assert recognise(Look(ONE)).name == "eagle (safeailab)"
     assert recognise(Look(ONE, tokenizer=True)).name == "lm"
 
@@ -97,7 +97,7 @@ def test_one_layer_without_tensors_to_look_at() -> None:
 @pytest.mark.parametrize(
     "value", [None, 5, "x" * 5000, [], {}, [[]], {"a": {"b": []}}, True, -1, [None], "\x1b[2J"]
 )
-def test_any_value_may_be_of_any_type(value: Any) -> None:
+def test_fields_may_be_of_any_type(value: Any) -> None:
     keys = {key for raw, *_ in ROWS for key in raw} | {"text_config", "projector_type"}
     for key in keys:
         for base in ({}, LLAMA, {"num_nextn_predict_layers": 1}):
@@ -106,6 +106,6 @@ def test_any_value_may_be_of_any_type(value: Any) -> None:
             assert kind.name.isprintable() and len(kind.name) < 300
 
 
-def test_what_is_read_is_what_the_readers_read() -> None:
+def test_the_catalog_supports_what_the_loaders_support() -> None:
     assert set(fit.LAYER_FAMILIES) == set(head_files.LAYER_DEFAULTS)
     assert fit.MAX_BLOCK_SIZE == block_module.LARGEST_BLOCK

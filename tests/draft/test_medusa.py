@@ -1,7 +1,7 @@
 """Medusa heads: which state they read, that training and drafting compute the same, and saving.
 
-Heads that read the state of the wrong position still draft, only worse, so alignment is tested by
-heads that know a text."""
+Heads that read the state of the wrong position still draft, only worse, so alignment is tested with
+heads that are fitted to a text."""
 
 from dataclasses import replace
 
@@ -16,13 +16,13 @@ from forerun.kernels import native
 from forerun.runtime.packed import Linear
 from forerun.runtime.torch_runner import Runner
 from tests import tiny
-from tests.draft.asking import compiled, row
+from tests.draft.helpers import make_request, needs_native
 from tests.draft.twins import features_of
 from tests.engine import build
 
 
 def fitted(states: torch.Tensor, tokens: list[int], vocab: int) -> MedusaHeads:
-    """Heads that know tokens t + 2, t + 3, .. of a text from the state of token t."""
+    """Fit heads that predict tokens t + 2, t + 3, .. of a text from the state of token t."""
     heads = MedusaHeads(3, 1, states.shape[1], vocab)
     heads.begin(torch.zeros(vocab, states.shape[1]))
     for i, head in enumerate(heads.lm_heads):
@@ -34,8 +34,7 @@ def fitted(states: torch.Tensor, tokens: list[int], vocab: int) -> MedusaHeads:
 
 
 def test_heads_read_the_state_of_the_token_before_the_root() -> None:
-    """Heads that know one text by its states are right about all of it; off by one they would know
-    nothing."""
+    """Heads fitted to the states of a text predict all of it; off by one they would not."""
     decoder = tiny.decoder(tiny.family("llama"))
     view = view_of(decoder)
     room = {"tokens": 256, "page": 4, "slots": 1}
@@ -54,11 +53,12 @@ def test_heads_read_the_state_of_the_token_before_the_root() -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [None, *(pytest.param(f, marks=compiled) for f in ("float32", "int8"))]
+    "form", [None, *(pytest.param(f, marks=needs_native) for f in ("float32", "int8"))]
 )
-def test_the_proposer_computes_what_is_trained(form) -> None:
+def test_the_proposer_equals_the_trained_module(form) -> None:
     torch.manual_seed(0)
-    native.start(2) if form else None
+    if form:
+        native.start(2)
     heads = MedusaHeads(3, 2, 32, tiny.VOCAB)
     view = view_of(tiny.decoder(tiny.family("llama")))
     medusa, state = MedusaProposer("medusa", heads, replace(view, form=form)), torch.randn(5, 32)
@@ -69,8 +69,8 @@ def test_the_proposer_computes_what_is_trained(form) -> None:
         assert error < (0.05 if form == "int8" else 1e-5)
 
 
-@compiled
-def test_a_native_linear_has_rows_of_their_own() -> None:
+@needs_native
+def test_rows_of_a_native_linear_do_not_depend_on_the_batch() -> None:
     native.start(2)
     torch.manual_seed(1)
     linear, x = Linear(torch.randn(70, 33), "int8"), torch.randn(9, 33)
@@ -101,4 +101,4 @@ def test_a_prompt_of_one_token_has_no_state_before_its_root() -> None:
     decoder = tiny.decoder(tiny.family("llama"))
     medusa = MedusaProposer("medusa", tiny.medusa("llama"), view_of(decoder))
     medusa.open(0, [5])
-    assert len(medusa.propose([row([5])])[0]) == 1
+    assert len(medusa.propose([make_request([5])])[0]) == 1

@@ -1,8 +1,8 @@
 """Prompt lookup proposes what a plain search through the text would: the latest occurrence of the
 longest suffix.
 
-Protects: the index against a quadratic search, however many tokens arrive between two rounds;
-copies that run past the end of the text; that proposing changes nothing; that a slot starts clean."""
+Also tested: any number of tokens between two rounds, copies that run past the end of the text, that
+proposing changes nothing, and that a slot starts empty."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from forerun.sampling.params import Sampling, SamplingParams
 from forerun.types import Draft, Proposal
 from forerun.verify import Noise
 from tests import tiny
-from tests.draft.asking import row
+from tests.draft.helpers import make_request, pure_params
 
 
 def naive(tokens: Sequence[int], depth: int, longest: int, shortest: int) -> list[int]:
-    """Look for the longest suffix first, from the end; then copy one token after the other."""
+    """Find the longest suffix first, from the end; then copy one token after the other."""
     for size in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if list(tokens[end - size : end]) == list(tokens[-size:]):
-                whole = list(tokens)
+                text = list(tokens)
                 for i in range(depth):
-                    whole.append(whole[end + i])
-                return whole[len(tokens) :]
+                    text.append(text[end + i])
+                return text[len(tokens) :]
     return []
 
 
 @pytest.mark.parametrize("letters", [1, 2, 3, 6])
 @pytest.mark.parametrize("longest, shortest", [(4, 2), (3, 3), (5, 1), (1, 1)])
-def test_against_a_naive_search(letters: int, longest: int, shortest: int) -> None:
-    chance = random.Random(letters)
+def test_drafts_are_those_of_a_naive_search(letters: int, longest: int, shortest: int) -> None:
+    generator = random.Random(letters)
     for _ in range(12):
         proposer = NGram(longest, shortest)
-        tokens = chance.choices(range(letters), k=chance.randint(1, 9))
+        tokens = generator.choices(range(letters), k=generator.randint(1, 9))
         proposer.open(0, tokens)
         while len(tokens) < 50:
-            depth = chance.randint(1, 8)
-            (draft,) = proposer.propose([row(tokens, depth=depth)])
+            depth = generator.randint(1, 8)
+            (draft,) = proposer.propose([make_request(tokens, depth=depth)])
             assert draft.tokens == [tokens[-1], *naive(tokens, depth, longest, shortest)]
-            tokens += chance.choices(range(letters), k=chance.randint(1, 6))
+            tokens += generator.choices(range(letters), k=generator.randint(1, 6))
 
 
-def test_draft_is_a_given_chain() -> None:
+def test_a_draft_is_a_deterministic_chain() -> None:
     proposer = NGram()
     proposer.open(0, [])
-    (draft,) = proposer.propose([row([1, 2, 3, 9, 1, 2], depth=5)])
+    (draft,) = proposer.propose([make_request([1, 2, 3, 9, 1, 2], depth=5)])
     assert draft.tokens == [2, 3, 9, 1, 2, 3]
     assert draft.parents == [-1, 0, 1, 2, 3, 4]
     assert draft.sources == ["", *["ngram"] * 5]
@@ -63,22 +63,20 @@ def test_draft_is_a_given_chain() -> None:
     assert draft.probs is None
 
 
-def test_slots_are_apart_and_start_clean() -> None:
+def test_slots_are_separate_and_start_empty() -> None:
     proposer, a, b = NGram(), [1, 2, 3, 1, 2], [1, 2, 4, 1, 2]
     proposer.open(0, a)
     proposer.open(1, b)
-    drafts = proposer.propose([row(b, depth=1, slot=1), row(a, depth=1)])
+    drafts = proposer.propose([make_request(b, depth=1, slot=1), make_request(a, depth=1)])
     assert [draft.tokens for draft in drafts] == [[2, 4], [2, 3]]
     proposer.close(0, a)
     proposer.open(0, [1, 2])
-    assert proposer.propose([row([1, 2])])[0].tokens == [2]
-    assert proposer.propose([row(b, depth=1, slot=1)])[0].tokens == [2, 4]
+    assert proposer.propose([make_request([1, 2])])[0].tokens == [2]
+    assert proposer.propose([make_request(b, depth=1, slot=1)])[0].tokens == [2, 4]
 
 
 # Lookahead: guesses are what the target predicted behind earlier guesses, and the n-grams of
-# their trails come back where they begin again. Protects: the bounds of what a request keeps;
-# guesses of the position that they were made for, drawn with that position's noise; drafts that
-# learn from other proposers' drafts; slots that start clean.
+# successive guesses are drafted again where their first token occurs.
 
 VOCAB = 64
 
@@ -89,19 +87,19 @@ def request(tokens: Sequence[int], depth: int = 6, **fields: object) -> DraftReq
     return DraftRequest(slot=0, tokens=tokens, noise=noise, depth=depth, **fields)  # type: ignore[arg-type]
 
 
-def certain(predictions: Sequence[int]) -> torch.Tensor:
-    """Logits [N, VOCAB] of a target that predicts these tokens."""
+def one_hot_logits(predictions: Sequence[int]) -> torch.Tensor:
+    """Return logits [N, VOCAB] of a target that predicts these tokens."""
     return 50 * torch.nn.functional.one_hot(torch.tensor(predictions), VOCAB).float()
 
 
 def paths(draft: Draft) -> set[tuple[int, ...]]:
-    """The tokens behind the root on the way to each node."""
+    """Return the tokens behind the root on the way to each node."""
     return {
         tuple(draft.tokens[i] for i in draft.path_to(node)[1:]) for node in range(1, len(draft))
     }
 
 
-def opened(tokens: Sequence[int], **options: int) -> Lookahead:
+def open_lookahead(tokens: Sequence[int], **options: int) -> Lookahead:
     proposer = Lookahead(**options)
     proposer.open(0, tokens)
     return proposer
@@ -125,19 +123,19 @@ def test_paths_continue_with_the_ngram_that_agrees_longest() -> None:
     pool = NGramPool(4, 3)
     for ngram in ([1, 2, 3, 4], [9, 3, 7, 7], [3, 8, 8, 8]):
         pool.add(ngram)
-    for path, length, whole in (
+    for path, length, expected in (
         ([1, 2, 3], 4, [1, 2, 3, 4]),
         ([5, 2, 3], 6, [5, 2, 3, 8, 8, 8]),
         ([5, 3], 4, [5, 3, 8, 8]),
         ([6], 9, [6]),
     ):
         pool.extend(path, length)
-        assert path == whole
+        assert path == expected
 
 
 def test_a_repeating_text_is_drafted_as_it_goes_on() -> None:
     text = [3, 4, 5, 6, 7, 8] * 3
-    proposer = opened(text[:4])
+    proposer = open_lookahead(text[:4])
     assert len(proposer.propose([request(text[:4])])[0]) > 1, "there are guesses from the start"
     (draft,) = proposer.propose([request(text[:-2], depth=7)])  # it has missed twelve tokens
     assert (7, 8, 3, 4, 5, 6, 7) in paths(draft)
@@ -148,14 +146,14 @@ def test_a_repeating_text_is_drafted_as_it_goes_on() -> None:
 
 def test_predictions_behind_guesses_are_the_next_guesses() -> None:
     text = [1, 2]
-    proposer = opened(text, window=4, ngram=3)
+    proposer = open_lookahead(text, window=4, ngram=3)
     (draft,) = proposer.propose([request(text)])
     window = draft.path_to(draft.depths().index(4))
     assert len(window) == 5
     predictions = [60] * len(draft)
     for node, token in zip(window, (30, 31, 32, 33, 34), strict=True):
         predictions[node] = token
-    proposer.learn(0, text, draft, certain(predictions))
+    proposer.learn(0, text, draft, one_hot_logits(predictions))
     text = [1, 2, 30]  # all guesses were wrong; 31 to 34 are predictions of what follows
     (draft,) = proposer.propose([request(text)])
     assert (31, 32, 33, 34) in paths(draft)
@@ -166,14 +164,14 @@ def test_predictions_behind_guesses_are_the_next_guesses() -> None:
     assert not {31, 32, 33, 34} & set(draft.tokens), "passed positions need no guesses"
 
 
-def test_trails_become_ngrams() -> None:
-    """What was predicted behind a guess, and one pass later behind that, is drafted elsewhere."""
+def test_successive_guesses_become_ngrams() -> None:
+    """Predictions behind a guess, and one pass later behind those, are drafted elsewhere."""
     text = [1, 2]
-    proposer = opened(text, window=3, ngram=3)
+    proposer = open_lookahead(text, window=3, ngram=3)
     for predictions in ([20, 21, 22, 23], [24, 25, 26, 27]):
         draft = Draft.chain(text[-1], [50, 51, 52] if text == [1, 2] else [21, 22, 23], "other")
         proposer.propose([request(text)])
-        proposer.learn(0, text, draft, certain(predictions))
+        proposer.learn(0, text, draft, one_hot_logits(predictions))
         text = [*text, predictions[0]]
     pool = proposer.slots[0].pool
     assert pool.rests(50) == [(21, 25)] and pool.rests(51) == [(22, 26)]
@@ -182,14 +180,14 @@ def test_trails_become_ngrams() -> None:
 
 
 def test_guesses_are_drawn_with_the_targets_noise() -> None:
-    """Under a rule that compares tokens: there, equal scores at a position mean equal tokens."""
+    """This holds under coupled rules, where equal scores at a position mean equal tokens."""
     text = [1, 2]
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
     draft, noise = Draft.chain(2, [50, 51, 52], "other"), Noise(7, 1)
     drawn = sample_tokens(logits, [Sampling(0.9)] * 4, [noise.target(depth) for depth in range(4)])
     params = SamplingParams.pure(temperature=0.9)
     for coupled, guesses in ((True, drawn), (False, logits.argmax(-1).tolist())):
-        proposer = opened(text, window=3)
+        proposer = open_lookahead(text, window=3)
         proposer.propose([request(text, params=params, coupled=coupled)])
         proposer.learn(0, text, draft, logits)
         later = request([*text, guesses[0]], params=params, coupled=coupled, branching=False)
@@ -202,7 +200,7 @@ def test_drafts_and_state_are_bounded(
     options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ngram_module, "MAX_KEYS", 8)
-    proposer = opened([1], **options)
+    proposer = open_lookahead([1], **options)
     generator = torch.Generator().manual_seed(1)
     text = [1]
     for step in range(120):
@@ -217,10 +215,10 @@ def test_drafts_and_state_are_bounded(
     assert len(state.pool) <= 8 * proposer.pool and len(state.trails) <= proposer.window + 1
 
 
-def test_logits_that_are_not_finite_and_missing_guesses_do_no_harm() -> None:
-    proposer = opened([1, 2])
+def test_logits_that_are_not_finite_and_missing_guesses_are_ignored() -> None:
+    proposer = open_lookahead([1, 2])
     draft = Draft.chain(2, [5, 6], "other")
-    proposer.learn(0, [1, 2], draft, certain([3, 4, 5]))  # before the first draft: ignored
+    proposer.learn(0, [1, 2], draft, one_hot_logits([3, 4, 5]))  # before the first draft: ignored
     assert not proposer.slots[0].trails
     proposer.propose([request([1, 2])])
     proposer.learn(0, [1, 2], draft, torch.full((3, VOCAB), torch.nan))
@@ -228,12 +226,12 @@ def test_logits_that_are_not_finite_and_missing_guesses_do_no_harm() -> None:
     assert all(0 <= token < VOCAB for token in draft.tokens)
 
 
-def test_slots_of_lookahead_are_apart_and_start_clean() -> None:
+def test_slots_of_lookahead_are_separate_and_start_empty() -> None:
     text = [3, 4, 5, 6] * 3
-    proposer = opened(text)
+    proposer = open_lookahead(text)
     before = proposer.propose([request(text)])[0].tokens
     proposer.open(1, [9], tenant="other")
-    fresh = row([9, 3], depth=6, slot=1)
+    fresh = make_request([9, 3], depth=6, slot=1)
     assert 4 not in proposer.propose([fresh])[0].tokens
     assert proposer.propose([request(text)])[0].tokens == before
     proposer.close(0, text)
@@ -247,7 +245,7 @@ def test_slots_of_lookahead_are_apart_and_start_clean() -> None:
     assert not proposer.slots
 
 
-def test_options() -> None:
+def test_lookahead_options_are_parsed() -> None:
     assert lookahead_options("") == {}
     assert lookahead_options("pool=3,window=12") == {"pool": 3, "window": 12}
     for wrong in ("window", "window=0", "ngram=1", "pool=999", "pool=3,pool=4", "depth=3", "pool="):
@@ -258,13 +256,11 @@ def test_options() -> None:
     ]
 
 
-def test_its_drafts_are_accepted_and_change_nothing() -> None:
+def test_lookahead_drafts_are_accepted_and_change_no_text() -> None:
     llm = LLM(tiny.spoken(), draft="suffix|lookahead:window=5,ngram=3", kv_tokens=2048, depth=4)
     assert llm.engine.proposers["lookahead"].window == 5  # type: ignore[attr-defined]
     for temperature in (0.0, 0.8):
-        params = SamplingParams.pure(
-            max_tokens=60, temperature=temperature, seed=3, ignore_eos=True
-        )
+        params = pure_params(60, temperature, seed=3)
         plain = llm.generate("The name", params, draft="off")[0].token_ids
         for draft in (None, "lookahead", "suffix&lookahead"):
             out = llm.generate("The name", params, draft=draft)[0]

@@ -1,9 +1,8 @@
-"""Drafting ahead: the drafts of the model itself, whatever was foreseen, whenever the verdict
-comes.
+"""Overlapped drafting: drafts equal those of the model alone, whichever outcomes were foreseen and
+whenever the verdict comes.
 
-Protects: that what is drafted behind an outcome is what would be drafted later, under every kind of
-rule; that nothing of it outlives its round; that requests which end, are preempted or come anew in
-between lose nothing."""
+Also tested: all kinds of rules, that nothing outlives its round, and requests that end, are
+preempted or start again in between."""
 
 from __future__ import annotations
 
@@ -21,21 +20,31 @@ from forerun.kernels import native
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft
 from tests import tiny
-from tests.draft.asking import FILTERED, GREEDY, KERNELS, SETTINGS, WARM, refused, row, same
+from tests.draft.helpers import (
+    FILTERED,
+    GREEDY,
+    KERNELS,
+    SETTINGS,
+    WARM,
+    assert_same_draft,
+    drafts_of,
+    make_request,
+    refused,
+)
 from tests.draft.test_draft_model import models, proposer, text_of
 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
 
 
 class Driven(OverlapProposer):
-    """Goes so many passes ahead (None: as many as there are), at once."""
+    """Makes so many forward passes ahead (None: all of them) before it returns."""
 
     passes: int | None = None
 
-    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+    def begin_overlap(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         run = self._pool.submit
         self._pool.submit = lambda work, lookaheads: run(self._some, lookaheads)
-        super().begin_overlap(rows, drafts)
+        super().begin_overlap(requests, drafts)
         self.finish()
         self.end_overlap()
 
@@ -45,45 +54,44 @@ class Driven(OverlapProposer):
                 break
 
 
-def verdict(draft: Draft, ahead: OverlapProposer, slot: int, chance: random.Random) -> list[int]:
-    """What a target says of a draft: what was foreseen, or anything."""
+def verdict(draft: Draft, ahead: OverlapProposer, slot: int, generator: random.Random) -> list[int]:
+    """Return the tokens of a verdict: a foreseen outcome or another one."""
     lookahead = ahead._lookaheads.get(slot)
-    if lookahead and lookahead.branches and chance.random() < 0.7:
-        return list(chance.choice(lookahead.branches).outcome)
-    path = draft.path_to(chance.randrange(len(draft)))
-    return [*(draft.tokens[node] for node in path[1:]), chance.randrange(tiny.VOCAB)]
+    if lookahead and lookahead.branches and generator.random() < 0.7:
+        return list(generator.choice(lookahead.branches).outcome)
+    path = draft.path_to(generator.randrange(len(draft)))
+    return [*(draft.tokens[node] for node in path[1:]), generator.randrange(tiny.VOCAB)]
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("how", ["coupled", "chains", "trees"])
+@pytest.mark.parametrize("shape", ["coupled", "chains", "trees"])
 @SETTINGS
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_drafts_are_those_of_the_model_alone(
-    kernels: str, params: SamplingParams, how: str
+def test_drafts_equal_those_of_the_model_alone(
+    kernels: str, params: SamplingParams, shape: str
 ) -> None:
-    """Behind any verdict, and however far it has got, laws included; under rules that match tokens,
-    and those that keep laws, with chains and with trees."""
-    width = 2 if how == "trees" else 1
+    """This holds behind any verdict and after any number of passes, probs included."""
+    width = 2 if shape == "trees" else 1
     alone, model = models(kernels, 2, width)
     ahead = Driven(model)
-    chance = random.Random(3)
+    generator = random.Random(3)
     texts = {s: text_of(4 + 3 * s, s) for s in range(4)}
-    options = {"coupled": how == "coupled", "branching": how != "chains"}
+    options = {"coupled": shape == "coupled", "branching": shape != "chains"}
     for slot, text in texts.items():
         alone.open(slot, text)
         ahead.open(slot, text)
     for count in range(24):
-        rows = [
-            row(text, params, depth=2 + (count + s) % 3, slot=s, **options)
+        requests = [
+            make_request(text, params, depth=2 + (count + s) % 3, slot=s, **options)
             for s, text in texts.items()
         ]
-        expected, found = alone.propose(rows), ahead.propose(rows)
+        expected, found = alone.propose(requests), ahead.propose(requests)
         for one, other in zip(found, expected, strict=True):
-            same(one, other)
+            assert_same_draft(one, other)
         ahead.passes = [1, 2, 3, None][count % 4]
-        ahead.begin_overlap(rows, found)
+        ahead.begin_overlap(requests, found)
         for slot, text in texts.items():
-            text += verdict(found[slot], ahead, slot, chance)
+            text += verdict(found[slot], ahead, slot, generator)
     assert ahead.hits > 10 and ahead.hits < ahead.asked
     for slot in texts:
         ahead.close(slot)
@@ -91,8 +99,8 @@ def test_drafts_are_those_of_the_model_alone(
     assert model.runner.cache.pages.available == model.runner.cache.pages.count
 
 
-def test_what_was_foreseen_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, or as many levels as were left."""
+def test_levels_drafted_ahead_take_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the levels that are left take one."""
     (model,) = models("torch", 1)
     passes, forward = list[int](), Runner.forward
     monkeypatch.setattr(
@@ -101,61 +109,56 @@ def test_what_was_foreseen_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> Non
     for done, left in ((None, 0), (4, 1), (3, 2), (2, 3)):
         ahead, text = Driven(model), text_of(9)
         ahead.passes = done
-        ahead.open(0, text)
-        (draft,) = ahead.propose([row(text, depth=4)])
-        ahead.begin_overlap([row(text, depth=4)], [draft])
+        (draft,) = drafts_of(ahead, [make_request(text, depth=4)])
+        ahead.begin_overlap([make_request(text, depth=4)], [draft])
         text += ahead._lookaheads[0].branches[0].outcome
         passes.clear()
-        (draft,) = ahead.propose([row(text, depth=4)])
+        (draft,) = ahead.propose([make_request(text, depth=4)])
         assert len(draft) == 5 and len(passes) == left and ahead.hits == 1
         assert draft.sources[1:] == ["ahead&model"] * (4 - left) + ["model"] * left
         ahead.close(0)
 
 
-def test_outcomes_are_ranked_by_what_the_target_will_draw_with() -> None:
-    """A target that agrees with the model draws what the model draws, at any temperature, if the
-    noise is known."""
+def test_outcomes_are_ranked_with_the_noise_of_the_target() -> None:
+    """A target that agrees with the model draws the same tokens, since the noise is known."""
     for params in (WARM, replace(WARM, temperature=1.5), FILTERED):
         (model,) = models("torch", 1)
         ahead, text = Driven(model, outcomes=4), text_of(9)
-        ahead.open(0, text)
-        (deep,) = ahead.propose([row(text, params, depth=4)])
-        ahead.begin_overlap([row(text, params, depth=3)], [deep.first(3)])
-        said = [b.outcome for b in ahead._lookaheads[0].branches]
-        assert tuple(deep.tokens[1:]) in said, (
-            "the path goes on to the end, and then as the model would have said"
+        (deep,) = drafts_of(ahead, [make_request(text, params, depth=4)])
+        ahead.begin_overlap([make_request(text, params, depth=3)], [deep.first(3)])
+        outcomes = [b.outcome for b in ahead._lookaheads[0].branches]
+        assert tuple(deep.tokens[1:]) in outcomes, (
+            "the whole path and the token that the model would draw behind it are not foreseen"
         )
-        assert len(set(said)) == 4
+        assert len(set(outcomes)) == 4
         children = {tuple(deep.tokens[1 : n + 1]) for n in range(1, 4)}
-        assert not children & set(said), "an outcome that was drafted is no end of a path"
+        assert not children & set(outcomes), "a drafted child cannot end a path"
 
 
-def test_where_there_is_no_room_it_is_the_model_alone() -> None:
-    """In the pool, in the context, after a token that the model has not got."""
+def test_where_there_is_no_room_the_model_drafts_alone() -> None:
+    """There is none in a full pool, and behind a token that the model lacks."""
     small, text = proposer(tokens=32, page=4, slots=2), text_of(20)
     for model, token in ((small, 5), (proposer(vocab=10**6), tiny.VOCAB + 3)):
         ahead = Driven(model)
-        ahead.open(0, text)
-        (draft,) = ahead.propose([row(text)])
+        (draft,) = drafts_of(ahead, [make_request(text)])
         assert len(draft) == 5
         ahead.begin_overlap(
-            [row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")]
+            [make_request(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")]
         )
         assert not ahead._lookaheads
-        (again,) = ahead.propose([row([*text, draft.tokens[1]])])
+        (again,) = ahead.propose([make_request([*text, draft.tokens[1]])])
         assert again.tokens == draft.tokens[1:2] + again.tokens[1:] and len(again) > 1
         ahead.close(0)
         model.runner.cache.pages.check()
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
-    """The other thread is stopped wherever it happens to be: after no pass, in one, when it is
-    through. Requests end and come anew in between."""
+def test_verdicts_may_come_at_any_moment(params: SamplingParams) -> None:
+    """The drafting thread is stopped before, in or after its passes; requests end and restart."""
     if native.library() is None:
         pytest.skip(native.reason())
     alone, model = models("native", 2)
-    ahead, chance = OverlapProposer(model), random.Random(5)
+    ahead, generator = OverlapProposer(model), random.Random(5)
     texts = {slot: text_of(4 + slot, slot) for slot in range(3)}
 
     def begin(slot: int, text: list[int]) -> None:
@@ -166,18 +169,21 @@ def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
     for slot, text in texts.items():
         begin(slot, text)
     for count in range(ROUNDS):
-        asked = [slot for slot in texts if chance.random() < 0.8]
-        rows = [row(texts[slot], params, depth=chance.randint(1, 5), slot=slot) for slot in asked]
-        expected, found = alone.propose(rows), ahead.propose(rows)
+        asked = [slot for slot in texts if generator.random() < 0.8]
+        requests = [
+            make_request(texts[slot], params, depth=generator.randint(1, 5), slot=slot)
+            for slot in asked
+        ]
+        expected, found = alone.propose(requests), ahead.propose(requests)
         assert [draft.tokens for draft in found] == [draft.tokens for draft in expected]
-        ahead.begin_overlap(rows, found)
-        for _ in range(chance.choice((0, 0, 200, 2000, 20_000))):
-            pass  # what a target may take
+        ahead.begin_overlap(requests, found)
+        for _ in range(generator.choice((0, 0, 200, 2000, 20_000))):
+            pass  # time that a target may take
         ahead.end_overlap()
         for slot, draft in zip(asked, found, strict=True):
-            texts[slot] += verdict(draft, ahead, slot, chance)
+            texts[slot] += verdict(draft, ahead, slot, generator)
         for slot in [
-            slot for slot, text in texts.items() if len(text) > 150 or chance.random() < 0.02
+            slot for slot, text in texts.items() if len(text) > 150 or generator.random() < 0.02
         ]:
             for each in (alone, ahead):  # aborted, preempted, ended
                 each.close(slot)
@@ -190,26 +196,26 @@ def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
     "spec",
     ["ahead(suffix)", "ahead(model:{0}|suffix)", "ahead(ahead(model:{0}))", "ahead(self:window=9)"],
 )
-def test_what_cannot_draft_ahead(spec: str) -> None:
+def test_only_draft_models_can_draft_ahead(spec: str) -> None:
     with refused(ConfigError, "it takes a draft model"):
         LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
 
 
-def test_what_fails_ahead_is_told_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To who asks for a draft next, once; closing a slot is none of that."""
+def test_an_error_of_drafting_ahead_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next proposal raises it; closing a slot does not."""
     (model,) = models("torch", 1)
-    ahead, text, rows = OverlapProposer(model), text_of(9), [row(text_of(9))]
+    ahead, text, requests = OverlapProposer(model), text_of(9), [make_request(text_of(9))]
     ahead.open(0, text)
     ahead.open(1, text)
-    (draft,) = ahead.propose(rows)
+    (draft,) = ahead.propose(requests)
     with monkeypatch.context() as broken:
         broken.setattr(ahead, "steps", lambda lookaheads: 1 / 0)
         for _ in range(2):
-            ahead.begin_overlap(rows, [draft])
+            ahead.begin_overlap(requests, [draft])
             ahead.finish()
             ahead.close(1)
             ahead.open(1, text)
-        ahead.begin_overlap(rows, [draft])
+        ahead.begin_overlap(requests, [draft])
         with pytest.raises(ZeroDivisionError):
-            ahead.propose(rows)
-    assert ahead.propose(rows)[0].tokens == draft.tokens
+            ahead.propose(requests)
+    assert ahead.propose(requests)[0].tokens == draft.tokens

@@ -1,5 +1,5 @@
 """Multi-token modules in the checkpoints of their own targets: what they compute, how they are
-found, and what is said of those that cannot be used."""
+found, and errors for those that cannot be used."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from forerun.models.gguf.container import open_gguf
 from forerun.models.local import LocalModel
 from forerun.runtime.native import NativeDecoder
 from tests import tiny
-from tests.draft.asking import compiled, refused, row
 from tests.draft.heads import ROOM
+from tests.draft.helpers import make_request, needs_native, pure_params, refused
 from tests.draft.test_stored_module import trained
 from tests.draft.twins import (
     ERNIE_PARTS,
@@ -52,11 +52,11 @@ from tests.gguf_files import finish, written_with_module
 
 QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 NEXTN = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
-# whose module is built like their first layer, or has no experts as that
+# families whose module is built like their first layer, or has no experts, as that layer
 FIRST = ("exaone4", "ernie4_5_moe", "exaone_moe")
 FAMILIES = (*QWEN, *NEXTN, *FIRST)
 families = pytest.mark.parametrize("family", FAMILIES)
-# GGUF files, in numbers that the native kernels compute in float32, and in types as files have
+# GGUF files in float32, for comparisons of logits, and in the types that published files have
 GGUFS = (
     "qwen3_5/F32", "qwen3_5_moe/F32", "qwen3_next/F32", "glm4_moe/F32", "deepseek_v3/F32", "glm4_moe_lite/F32",
     "exaone_moe/F32",
@@ -64,31 +64,25 @@ GGUFS = (
 QUANTIZED_GGUFS = (
     "qwen3_5/q4_1", "qwen3_5_moe/Q8_0", "glm4_moe/experts", "deepseek_v3/Q4_0", "exaone_moe/Q8_0",
 )  # fmt: skip
-TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8, 33, 12, 21]  # more than windows of tiny models
+TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8, 33, 12, 21]  # longer than the windows of tiny models
 PROMPTS = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
 
 
-def warm(temperature: float = 0.8, max_tokens: int = 40) -> SamplingParams:
-    return SamplingParams.pure(
-        max_tokens=max_tokens, temperature=temperature, seed=5, ignore_eos=True
-    )
-
-
-def drafted_as_plain(
-    llm: LLM, params: SamplingParams, *ways: dict[str, Any], texts: Any = None
+def generate_as_plain(
+    llm: LLM, params: SamplingParams, *options: dict[str, Any], texts: Any = None
 ) -> list[Any]:
-    """Results of the last of some ways to draft; in each the texts are those of plain decoding."""
+    """Compare the texts under each of some options with plain decoding; return the last outputs."""
     texts = texts or [c.token_ids for c in llm.generate(PROMPTS, params, draft="off")]
-    for way in ways:
-        found = llm.generate(PROMPTS, params, **way)
+    for each in options:
+        found = llm.generate(PROMPTS, params, **each)
         assert [c.token_ids for c in found] == texts
     assert all(c.stats.by_source["mtp"].drafted > 20 for c in found)
     return found
 
 
 def append_module(directory: Path, center: float = 1.0) -> None:
-    """Append a random multi-token module to a model, as published ones name it; its vectors are
-    about `center`."""
+    """Append a random multi-token module to a model, with published names; its vectors are about
+    `center`."""
     stored, config = load_file(directory / "model.safetensors"), load_config(directory)
     layout, hidden = OWN_LAYOUTS[config.family], config.hidden
     at = layout.at(config.layers)
@@ -149,7 +143,7 @@ def decoder(family: str = "qwen3_5") -> NativeDecoder:
 
 
 def twin_of(family: str) -> QwenMtpTwin | TransformersMtpTwin | FirstLayerTwin:
-    """The reference of a model's module."""
+    """Return the reference implementation of a model's module."""
     if "/" in family:
         written = written_with_module(*family.split("/"))
         return TransformersMtpTwin(written.model, written.module)
@@ -164,10 +158,10 @@ def twin_of(family: str) -> QwenMtpTwin | TransformersMtpTwin | FirstLayerTwin:
     return QwenMtpTwin(model(family), decoder(family).config)
 
 
-def shown(
+def open_proposer(
     path: Path, view: TargetView, states: dict[int, Tensor], tokens: list[int] = TOKENS
 ) -> EagleProposer:
-    """A proposer with the module of a file, which has seen the target's states of a text."""
+    """Make a proposer with the module of a file, and pass it the target's states of a text."""
     drafter = EagleProposer("mtp", load_own_module(path, view), view, **ROOM)
     drafter.open(0, tokens)
     drafter.observe(0, 0, states)
@@ -175,19 +169,19 @@ def shown(
 
 
 def last_states(tokens: list[int], target: Any) -> dict[int, Tensor]:
-    """The target's states of all tokens but the last."""
+    """Return the target's states of all tokens but the last."""
     return features_of(target, tokens[:-1], (target.config.layers,))
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", [*FAMILIES, *GGUFS])
 @pytest.mark.parametrize("form", [None, "float32"])
 def test_a_module_computes_the_published_formula(form: str | None, family: str) -> None:
-    """In torch and on the native kernels: the hidden states, and the logits after them."""
+    """Hidden states and logits are compared, in torch and on the native kernels."""
     target = decoder(family)
     states = last_states(TOKENS, target)
-    drafter = shown(model(family), replace(view_of(target), form=form), states)
-    (draft,) = drafter.propose([row(TOKENS, depth=1, branching=False)])
+    drafter = open_proposer(model(family), replace(view_of(target), form=form), states)
+    (draft,) = drafter.propose([make_request(TOKENS, depth=1, branching=False)])
     twin = twin_of(family)
     expected = twin.outputs(TOKENS[1:], states[target.config.layers])[-1]
     output = as_tensor(drafter._last[0])[None]
@@ -197,13 +191,13 @@ def test_a_module_computes_the_published_formula(form: str | None, family: str) 
     assert draft.tokens[1] == int(logits.argmax())
 
 
-def test_a_module_of_mimo_computes_what_it_should(tmp_path: Path) -> None:
-    """Its biases, its norms, and the state before the embedding; the target does without it."""
+def test_a_module_of_mimo_equals_the_reference(tmp_path: Path) -> None:
+    """It has biases, norms, and the state before the embedding; the target does not use it."""
     path, tokens = mimo(tmp_path / "mimo"), [5, 6, 7, 9, 11, 3]
     target = tiny.decoder(path)
     states = last_states(tokens, target)
-    drafter = shown(path, view_of(target), states, tokens)
-    (draft,) = drafter.propose([row(tokens, depth=1)])
+    drafter = open_proposer(path, view_of(target), states, tokens)
+    (draft,) = drafter.propose([make_request(tokens, depth=1)])
     expected = MimoTwin(path, target.config).logits_of(tokens, states[target.config.layers])
     logits = drafter.head.logits(as_tensor(drafter._last[0])[None])[0]
     assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-9)
@@ -211,15 +205,15 @@ def test_a_module_of_mimo_computes_what_it_should(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_mimo_drafts_with_its_own_layer(kernels: str, tmp_path: Path) -> None:
+def test_mimo_drafts_with_its_own_module(kernels: str, tmp_path: Path) -> None:
     path = mimo(tmp_path / "mimo")
     llm = LLM(path, draft=f"mtp:{path}", kv_tokens=1024, kernels=kernels)
-    drafted_as_plain(llm, warm(), {"depth": 3})
+    generate_as_plain(llm, pure_params(40, seed=5), {"depth": 3})
 
 
-@compiled
+@needs_native
 def test_a_module_of_a_model_that_reads_images(tmp_path: Path) -> None:
-    """EXAONE 4.5 is EXAONE 4 as one part of a model; its module is beside that part."""
+    """EXAONE 4.5 contains EXAONE 4 as its text part, with the module beside that part."""
     stored = load_file(model("exaone4") / "model.safetensors")
     named = {name.replace("model.", "model.language_model.", 1): t for name, t in stored.items()}
     named["model.visual.patch_embed.weight"] = torch.zeros(4, 4)
@@ -233,23 +227,23 @@ def test_a_module_of_a_model_that_reads_images(tmp_path: Path) -> None:
     results = []
     for directory in (model("exaone4"), tmp_path):
         llm = LLM(directory, draft="mtp", kv_tokens=1024)
-        found = drafted_as_plain(llm, warm(), {"depth": 3})
+        found = generate_as_plain(llm, pure_params(40, seed=5), {"depth": 3})
         results.append([(c.token_ids, c.stats.by_source["mtp"]) for c in found])
     assert results[0] == results[1]
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", [*FAMILIES, *GGUFS])
 def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
-    """Several steps deep, and after drafts of which nothing was kept."""
+    """Drafts are several levels deep, and some follow drafts of which nothing was accepted."""
     drafts = []
     for form in (None, "float32"):
         target = decoder(family)
         view, found = replace(view_of(target), form=form), []
-        drafter = shown(model(family), view, last_states(TOKENS[:4], target))
+        drafter = open_proposer(model(family), view, last_states(TOKENS[:4], target))
         for count in (4, 6, len(TOKENS)):
             drafter.observe(0, 0, last_states(TOKENS[:count], target))
-            request = row(TOKENS[:count], depth=5)
+            request = make_request(TOKENS[:count], depth=5)
             found += [drafter.propose([request])[0].tokens for _ in range(2)]
         drafts.append(found)
     assert drafts[0] == drafts[1] and [len(tokens) for tokens in drafts[0]] == [6] * 6
@@ -279,61 +273,63 @@ def fp8_twins(tmp_path: Path, family: str) -> tuple[Path, Path]:
     return directories
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_module_in_a_quantized_checkpoint(family: str, tmp_path: Path) -> None:
-    """It is found, and computes with the numbers that are stored."""
+    """It is found, and computes with the stored numbers."""
     directories, outputs = fp8_twins(tmp_path, family), []
     states = last_states(TOKENS, decoder(family))
     for directory in directories:
         assert has_own_module(directory)
-        drafter = shown(directory, replace(view_of(decoder(family)), form=None), states)
-        drafter.propose([row(TOKENS, depth=1)])
+        drafter = open_proposer(directory, replace(view_of(decoder(family)), form=None), states)
+        drafter.propose([make_request(TOKENS, depth=1)])
         outputs.append(as_tensor(drafter._last[0]))
     assert torch.allclose(*outputs, atol=1e-5)
-    drafted_as_plain(LLM(directories[0], draft="mtp", kv_tokens=1024), warm(), {"depth": 3})
+    generate_as_plain(
+        LLM(directories[0], draft="mtp", kv_tokens=1024), pure_params(40, seed=5), {"depth": 3}
+    )
 
 
 # ---------------------------------------------------------------- finding it
 
 
 @pytest.mark.one_in(3)
-@compiled
+@needs_native
 @families
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_it_is_found_without_being_named(
+def test_a_module_is_found_without_its_path(
     temperature: float, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind copies with auto and alone with mtp, and the text is that of plain decoding."""
+    """`auto` puts it behind suffix matching and `mtp` uses it alone; neither changes the text."""
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
-    params = warm(temperature)
+    params = pure_params(40, temperature, seed=5)
     plain = LLM(tiny.family(family), kv_tokens=1024)
     assert plain.draft == "suffix", "a checkpoint without a module"
     texts = [c.token_ids for c in plain.generate(PROMPTS, params, draft="off")]
     for draft, name in (("auto", "suffix+mtp"), ("mtp", "mtp"), ("suffix&mtp", "suffix&mtp")):
         llm = LLM(model(family), draft=draft, kv_tokens=1024)
         assert llm.draft == name
-        drafted_as_plain(llm, params, {}, {"depth": 3}, {"draft": "mtp", "depth": 3}, texts=texts)
+        generate_as_plain(llm, params, {}, {"depth": 3}, {"draft": "mtp", "depth": 3}, texts=texts)
     (found,) = survey([LocalModel("x", model(family), "here")])
     assert found.draft == "suffix+mtp", "forerun models names what serve drafts with"
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("family", QUANTIZED_GGUFS)
-def test_it_is_found_in_a_gguf_file(
+def test_a_module_is_found_in_a_gguf_file(
     temperature: float, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its block is no layer of the target, and the text is that of plain decoding."""
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     llm = LLM(model(family), kv_tokens=1024)
     assert llm.draft == "suffix+mtp" and llm.decoder.config.layers == 4
-    drafted_as_plain(llm, warm(temperature), {}, {"draft": "mtp", "depth": 3})
+    generate_as_plain(llm, pure_params(40, temperature, seed=5), {}, {"draft": "mtp", "depth": 3})
     (found,) = survey([LocalModel("x", model(family), "here")])
     assert found.draft == "suffix+mtp", "forerun models names what serve drafts with"
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", QUANTIZED_GGUFS)
 def test_matrices_of_a_gguf_file_stay_as_they_are_stored(family: str) -> None:
     """The native kernels hold the file's own numbers, and torch computes the same from them."""
@@ -347,8 +343,8 @@ def test_matrices_of_a_gguf_file_stay_as_they_are_stored(family: str) -> None:
     for matrix, name in pairs:
         assert matrix.form == FORMS[stored[f"blk.4.{name}.weight"].kind]
     states = last_states(TOKENS, decoder(family))
-    drafter = shown(model(family), replace(view, form=None), states)
-    drafter.propose([row(TOKENS, depth=1, branching=False)])
+    drafter = open_proposer(model(family), replace(view, form=None), states)
+    drafter.propose([make_request(TOKENS, depth=1, branching=False)])
     expected = twin_of(family).outputs(TOKENS[1:], states[view.layers])[-1]
     found = drafter.head.next_state(as_tensor(drafter._last[0])[None])[0].double()
     assert torch.allclose(found, expected, atol=1e-4)
@@ -363,30 +359,29 @@ def test_the_list_of_drafters_for_a_target_has_its_own_module() -> None:
     assert "checkpoint" not in {one.origin for one in found}
 
 
-def test_a_small_model_with_a_module_drafts_as_a_whole_model_for_another_target() -> None:
-    """Its module is for its own states."""
+def test_a_small_model_with_a_module_is_a_draft_model_for_another_target() -> None:
+    """Its module reads its own states only."""
     found = _with_measurements(facts_at(model(), "small"), "directory", "large", ())
     assert (found.draft, found.reason) == ("model:small", "")
 
 
-def test_blocks_of_a_module_are_no_layers_of_a_gguf_file() -> None:
+def test_blocks_of_a_module_do_not_count_as_layers_of_a_gguf_file() -> None:
     facts = facts_at(model("glm4_moe/F32"), "x")
     assert facts.raw["num_hidden_layers"] == 4 == load_config(model("glm4_moe/F32")).layers
 
 
-def test_where_auto_uses_it() -> None:
-    """Where heads pay, as for the bundled one."""
+def test_auto_uses_a_module_on_native_kernels_only() -> None:
     assert automatic("auto", model(), "avx512") == "suffix+mtp"
     assert automatic("auto", model(), "") == "suffix", "a head does not pay in torch"
     assert automatic("auto", tiny.family("qwen3_5"), "avx512") == "suffix"
 
 
-# ---------------------------------------------------------------- one that was trained
+# ---------------------------------------------------------------- trained modules
 
 
 def with_trained(directory: Path, family: str) -> tuple[Path, Path]:
-    """A copy of a model with a module as `forerun train --recipe mtp` writes it among its files,
-    and the directory of the module."""
+    """Return a copy of a model with a module of `forerun train --recipe mtp` among its files, and
+    the directory of the module."""
     source = model(family) if family in FAMILIES else tiny.family(family)
     shutil.copytree(source, directory / "model")
     module = trained(directory / "module", source, torch.float32)
@@ -394,13 +389,13 @@ def with_trained(directory: Path, family: str) -> tuple[Path, Path]:
     return directory / "model", module
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_a_trained_module_in_a_checkpoint_is_found(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any family, and before a module that the checkpoint came with; it drafts what it drafts
-    from a directory of its own."""
+    """It may be of any family, and `auto` prefers it to a module that the checkpoint came with; it
+    drafts what it drafts from a directory of its own."""
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     directory, module = with_trained(tmp_path, family)
     llm = LLM(directory, kv_tokens=1024)
@@ -410,15 +405,17 @@ def test_a_trained_module_in_a_checkpoint_is_found(
     apart = LLM(directory, draft=f"mtp:{module}", kv_tokens=1024)
     for temperature in (0.0, 0.8):
         results = [
-            drafted_as_plain(used, warm(temperature), {"draft": "mtp", "depth": 3})
+            generate_as_plain(
+                used, pure_params(40, temperature, seed=5), {"draft": "mtp", "depth": 3}
+            )
             for used in (llm, apart)
         ]
         counts = [[c.stats.by_source["mtp"] for c in found] for found in results]
         assert counts[0] == counts[1]
 
 
-@compiled
-def test_a_trained_module_that_is_incomplete_is_one_line(tmp_path: Path) -> None:
+@needs_native
+def test_a_trained_module_that_is_incomplete_is_refused_in_one_line(tmp_path: Path) -> None:
     directory, _ = with_trained(tmp_path, "llama")
     stored = load_file(directory / "mtp.safetensors")
     save_file(without("o_proj")(stored), directory / "mtp.safetensors")
@@ -431,7 +428,7 @@ def test_a_trained_module_that_is_incomplete_is_one_line(tmp_path: Path) -> None
         LLM(directory, draft="mtp", kv_tokens=256)
 
 
-# ---------------------------------------------------------------- what cannot be used
+# ---------------------------------------------------------------- refused modules
 
 
 def changed(tmp_path: Path, raw: dict[str, Any], edit: Any = None) -> Path:
@@ -448,13 +445,13 @@ def without(part: str) -> Any:
 
 
 def quantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As fp8 checkpoints are: scales beside the weight."""
+    """Add scales beside a weight, as in fp8 checkpoints."""
     return stored | {"mtp.fc.weight_scale_inv": torch.ones(1, 1)}
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize(
-    ("raw", "edit", "says"),
+    ("raw", "edit", "message"),
     [
         ({}, without("mtp."), "no multi-token layers"),
         ({}, without("mtp.norm"), "no mtp.norm.weight"),
@@ -463,22 +460,22 @@ def quantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         ({"model_type": None}, None, "family None are not read"),
     ],
 )
-def test_a_module_that_cannot_be_used_is_one_line(
-    raw: dict[str, Any], edit: Any, says: str, tmp_path: Path
+def test_a_module_that_cannot_be_used_is_refused_in_one_line(
+    raw: dict[str, Any], edit: Any, message: str, tmp_path: Path
 ) -> None:
-    """And auto goes on without it."""
+    """`auto` goes on without it."""
     directory = changed(tmp_path, raw, edit)
-    with refused(LoadError, says):
+    with refused(LoadError, message):
         load_own_module(directory, view_of(decoder()))
     assert not has_own_module(directory)
     assert automatic("auto", directory, "avx512") == "suffix"
 
 
-@compiled
+@needs_native
 def test_auto_goes_on_without_a_module_whose_tensors_are_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Names are right, numbers are not."""
+    """The names of the tensors are right, but not their numbers."""
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     bad = {"mtp.fc.weight": torch.full((32, 64), torch.inf)}
     directory = changed(tmp_path, {}, lambda stored: stored | bad)
@@ -488,7 +485,7 @@ def test_auto_goes_on_without_a_module_whose_tensors_are_broken(
     assert "auto goes on without it" in capfd.readouterr().err
 
 
-def test_mtp_of_a_target_without_a_module_is_an_error_in_one_line(tmp_path: Path) -> None:
+def test_mtp_for_a_target_without_a_module_is_refused_in_one_line(tmp_path: Path) -> None:
     with refused(LoadError, "family 'llama' are not read"):
         LLM(tiny.family("llama"), draft="mtp", kv_tokens=256)
     with refused(LoadError, "the file has no multi-token layers"):
@@ -517,9 +514,9 @@ def gguf_with(tmp_path: Path, changes: dict[str, Any], family: str = "glm4_moe/F
     return path
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize(
-    ("family", "changes", "says"),
+    ("family", "changes", "message"),
     [
         ("glm4_moe", {"blk.4.nextn.hnorm.weight": None}, "no blk.4.nextn.hnorm.weight"),
         ("glm4_moe", {"blk.4.nextn.eh_proj.weight": None}, "no blk.4.nextn.eh_proj.weight"),
@@ -542,17 +539,17 @@ def gguf_with(tmp_path: Path, changes: dict[str, Any], family: str = "glm4_moe/F
         ),
     ],
 )
-def test_a_module_of_a_gguf_file_that_cannot_be_used_is_one_line(
-    family: str, changes: dict[str, Any], says: str, tmp_path: Path
+def test_a_gguf_module_that_cannot_be_used_is_refused_in_one_line(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """The target runs without it."""
     path = gguf_with(tmp_path, dict(changes), f"{family}/F32")
-    with refused(LoadError, says):
+    with refused(LoadError, message):
         load_own_module(path, view_of(decoder(f"{family}/F32")))
     assert LLM(path, kv_tokens=256).draft == "suffix"
 
 
-@compiled
+@needs_native
 def test_copies_of_the_target_s_tensors_in_a_gguf_file_are_not_read(tmp_path: Path) -> None:
     copies = {
         f"blk.4.nextn.{name}.weight": np.zeros((64, 32), np.float32)
@@ -563,8 +560,8 @@ def test_copies_of_the_target_s_tensors_in_a_gguf_file_are_not_read(tmp_path: Pa
     load_own_module(path, view_of(decoder("glm4_moe/F32")))
 
 
-@compiled
-def test_a_misshapen_tensor_is_one_line(tmp_path: Path) -> None:
+@needs_native
+def test_a_tensor_of_a_wrong_shape_is_refused_in_one_line(tmp_path: Path) -> None:
     shutil.copytree(model("deepseek_v3"), directory := tmp_path / "model")
     stored = load_file(directory / "model.safetensors")
     stored["model.layers.4.eh_proj.weight"] = torch.zeros(32, 32)
@@ -574,24 +571,24 @@ def test_a_misshapen_tensor_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "changes", "says"),
+    ("lost", "changes", "message"),
     [
         ("mtp_layers", {}, "no multi-token layers"),
         ("nothing", {"num_hidden_layers": 2}, "for this model alone"),
         ("mtp_layers.0.mlp", {}, "has no mtp_layers.0.mlp"),
     ],
 )
-def test_a_module_of_mimo_that_is_not_there_is_one_line(
-    lost: str, changes: dict[str, int], says: str, tmp_path: Path
+def test_a_missing_module_of_mimo_is_refused_in_one_line(
+    lost: str, changes: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     path = mimo(tmp_path / "mimo", **changes)
     stored = load_file(path / "model.safetensors")
     save_file(without(lost)(stored), path / "model.safetensors")
-    with refused(LoadError, says):
+    with refused(LoadError, message):
         load_any_module(path, view_of(tiny.decoder(mimo(tmp_path / "whole"))))
 
 
-def test_latent_attention_is_named() -> None:
+def test_a_refusal_names_latent_attention() -> None:
     names = [
         "model.layers.61.eh_proj.weight",
         "model.layers.61.self_attn.kv_a_proj_with_mqa.weight",
@@ -601,7 +598,7 @@ def test_latent_attention_is_named() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layout_has_every_tensor_of_its_module(family: str) -> None:
-    """None may be missing, and none may be there that the module would not read."""
+    """A missing tensor is refused, and so is one that the module would not read."""
     raw = json.loads((model(family) / "config.json").read_text())
     stored = load_file(model(family) / "model.safetensors")
     layout, layers = OWN_LAYOUTS[raw["model_type"]], raw["num_hidden_layers"]
@@ -628,7 +625,7 @@ def test_a_module_with_windows_of_k_exaone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "glm4_moe", "deepseek_v3"])
-def test_impossible_numbers_of_experts_are_one_line(family: str) -> None:
+def test_impossible_numbers_of_experts_are_refused(family: str) -> None:
     raw = json.loads((model(family) / "config.json").read_text())
     stored = load_file(model(family) / "model.safetensors").keys()
     key = "num_experts" if family.startswith("qwen") else "n_routed_experts"

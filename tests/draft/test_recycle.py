@@ -1,5 +1,5 @@
-"""Recycling: tables keep the latest laws in bounded room, trees are those of the likeliest nodes,
-tenants are apart."""
+"""Recycling: tables keep the latest distributions in bounded memory, trees are of the likeliest
+nodes, and tenants are separate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forerun.draft.recycle import (
 )
 from forerun.types import Draft
 from tests import tiny
-from tests.draft.asking import refused, row
+from tests.draft.helpers import make_request, refused
 
 VOCAB = 300
 
@@ -35,10 +35,10 @@ def logits_of(rows: int, seed: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def learned(
+def make_table(
     seed: int = 1, rows: int = 400, tokens: int = 40, twin: bool = False, entries: int = 1024
 ) -> SuccessorTable:
-    """A table of many laws over few tokens, so that trees find their way through it."""
+    """Make a table of many distributions over few tokens, so that trees can grow deep."""
     table, generator = SuccessorTable(entries), torch.Generator().manual_seed(seed)
     logits = logits_of(rows, seed)
     logits[:, tokens:] -= 100
@@ -48,7 +48,7 @@ def learned(
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 16), (7, 17), (5, 301), (2, 49152)])
-def test_what_is_learned_are_the_likeliest_tokens_of_the_law(instructions, rows, vocab) -> None:
+def test_a_table_learns_the_likeliest_tokens_of_a_distribution(instructions, rows, vocab) -> None:
     table, logits = SuccessorTable(64), logits_of(rows, vocab=vocab)
     table.learn(range(rows), range(1, rows + 1), logits)
     best, tokens = logits.log_softmax(-1).topk(min(NUM_SUCCESSORS, vocab))
@@ -59,14 +59,14 @@ def test_what_is_learned_are_the_likeliest_tokens_of_the_law(instructions, rows,
 
 
 def test_the_twin_learns_the_same() -> None:
-    ours, twin = learned(), learned(twin=True)
+    ours, twin = make_table(), make_table(twin=True)
     held = ours.keys > 0
     assert (ours.keys == twin.keys).all() and (ours.tokens[held] == twin.tokens[held]).all()
     assert np.abs(ours.logs[held] - twin.logs[held]).max() < 0.05
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_laws_that_are_not_finite_are_left_out(broken: float) -> None:
+def test_distributions_that_are_not_finite_are_left_out(broken: float) -> None:
     logits = logits_of(2)
     logits[0, 7] = broken
     for name in ("learn", "learn_twin"):
@@ -75,7 +75,7 @@ def test_laws_that_are_not_finite_are_left_out(broken: float) -> None:
         assert not table.find(pair_key(1, 2)) and table.find(pair_key(3, 4))
 
 
-def test_the_latest_law_of_a_pair_counts_and_the_oldest_pair_goes() -> None:
+def test_the_latest_distribution_of_a_pair_is_kept_and_the_oldest_pair_dropped() -> None:
     table = SuccessorTable(4)  # one set
     for i in range(4):
         table.learn([NONE], [i], logits_of(1, seed=i))
@@ -84,20 +84,20 @@ def test_the_latest_law_of_a_pair_counts_and_the_oldest_pair_goes() -> None:
     table.learn([NONE], [7], logits_of(1, seed=7))
     assert table.find(pair_key(NONE, 0))[0][0] == int(logits_of(1, seed=9).argmax())
     assert not table.find(pair_key(NONE, 1)) and table.find(pair_key(NONE, 2)), (
-        "1 was kept before 2"
+        "1 was stored before 2"
     )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("is_chain", [False, True])
-@pytest.mark.parametrize("guess", [False, True])
-def test_the_twin_grows_the_same_tree(temperature: float, is_chain: bool, guess: bool) -> None:
-    tables = [learned(1, rows=60), learned(2)]
-    stands = array("f", [(0.9 * (i + 0.5) / 16) ** 1.3 for i in range(16)]) if guess else None
+@pytest.mark.parametrize("has_rates", [False, True])
+def test_the_twin_grows_the_same_tree(temperature: float, is_chain: bool, has_rates: bool) -> None:
+    tables = [make_table(1, rows=60), make_table(2)]
+    rates = array("f", [(0.9 * (i + 0.5) / 16) ** 1.3 for i in range(16)]) if has_rates else None
     sizes = set()
     for root in range(40):
         keys = [rng.stream(3, rng.Lane.TARGET, root, k) for k in range(5)] if temperature else []
-        growth = Growth((root * 7) % 40, root, 5, 12, is_chain, temperature, keys, stands)
+        growth = Growth((root * 7) % 40, root, 5, 12, is_chain, temperature, keys, rates)
         found, twin = grow_tree(tables, growth), grow_tree_twin(tables, growth)
         assert found[:3] == twin[:3] and found.path_probs == pytest.approx(twin.path_probs)
         assert found.path_probs == sorted(found.path_probs, reverse=True)
@@ -108,15 +108,15 @@ def test_the_twin_grows_the_same_tree(temperature: float, is_chain: bool, guess:
 
 
 def test_nodes_are_the_likeliest_of_all() -> None:
-    """By enumeration: every path of the laws with its chance, and the best ones are the tree."""
-    table, root, levels = learned(rows=3000), 3, 3
+    """Every path of the distributions is enumerated with its probability; the best are the tree."""
+    table, root, levels = make_table(rows=3000), 3, 3
     paths, frontier = {}, [((root,), 1.0)]
     for _ in range(levels):
         grown = []
-        for path, chance in frontier:
+        for path, prob in frontier:
             before = path[-2] if len(path) > 1 else 8
-            law = table.find(pair_key(before, path[-1])) or table.find(pair_key(NONE, path[-1]))
-            grown += [((*path, token), chance * min(math.exp(log), 1)) for token, log in law]
+            known = table.find(pair_key(before, path[-1])) or table.find(pair_key(NONE, path[-1]))
+            grown += [((*path, token), prob * min(math.exp(log), 1)) for token, log in known]
         paths |= dict(grown)
         frontier = grown
     best = sorted(paths.values(), reverse=True)[:20]
@@ -129,7 +129,7 @@ def test_nodes_are_the_likeliest_of_all() -> None:
 
 
 def test_a_table_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
-    table = learned(entries=4096)
+    table = make_table(entries=4096)
     table.save(tmp_path / "table", VOCAB)
     again = SuccessorTable.load(tmp_path / "table", VOCAB)
     assert (tmp_path / "table").stat().st_size < 30_000
@@ -140,10 +140,10 @@ def test_a_table_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "vocab", "other", "missing"])
-def test_another_file_is_one_clear_line(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_file_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "table"
-    learned().save(path, VOCAB)
-    whole = path.read_bytes()
+    make_table().save(path, VOCAB)
+    content = path.read_bytes()
     if damage == "other":
         from safetensors.numpy import save_file
 
@@ -154,27 +154,27 @@ def test_another_file_is_one_clear_line(damage: str, tmp_path: Path) -> None:
         path.unlink()
     else:
         path.write_bytes(
-            {"cut": whole[:-100], "text": b"hello", "empty": b"", "vocab": whole}[damage]
+            {"cut": content[:-100], "text": b"hello", "empty": b"", "vocab": content}[damage]
         )
     with refused(LoadError, re.escape(str(path))):
         SuccessorTable.load(path, VOCAB if damage != "vocab" else 12)
 
 
-def test_a_tenants_thoughts_are_its_own() -> None:
+def test_a_tenant_drafts_from_its_own_table_only() -> None:
     recycle = Recycle()
     recycle.open(0, [1, 2], tenant="a")
     recycle.open(1, [1, 2], tenant="b")
     recycle.learn(0, [1, 2], Draft.root(2), logits_of(1))
-    own, other = recycle.propose([row([1, 2]), row([1, 2], slot=1)])
+    own, other = recycle.propose([make_request([1, 2]), make_request([1, 2], slot=1)])
     assert len(own) > 1 and len(other) == 1
     recycle.close(0, [1, 2])
     recycle.open(0, [1, 2], tenant="a")
-    assert len(recycle.propose([row([1, 2])])[0]) > 1, "it outlives the request"
+    assert len(recycle.propose([make_request([1, 2])])[0]) > 1, "the table outlives the request"
     recycle.forget()
-    assert len(recycle.propose([row([1, 2])])[0]) == 1
+    assert len(recycle.propose([make_request([1, 2])])[0]) == 1
 
 
-def test_tables_are_bounded_and_those_in_use_stay() -> None:
+def test_the_number_of_tables_is_bounded_and_those_in_use_stay() -> None:
     recycle = Recycle()
     recycle.open(0, [1, 2], tenant="first")
     for i in range(3 * MAX_TENANTS):
@@ -183,8 +183,7 @@ def test_tables_are_bounded_and_those_in_use_stay() -> None:
     assert len(recycle.tables) == MAX_TENANTS and "first" in recycle.tables
 
 
-def test_a_table_made_beforehand_serves_everybody(tmp_path: Path) -> None:
-    """And the text is plain decoding's."""
+def test_a_saved_table_drafts_for_any_tenant_and_changes_no_text(tmp_path: Path) -> None:
     target = tiny.family("llama")
     first = LLM(target, draft="recycle", kv_tokens=1024)
     params = SamplingParams.pure(max_tokens=30, ignore_eos=True)
@@ -192,5 +191,5 @@ def test_a_table_made_beforehand_serves_everybody(tmp_path: Path) -> None:
     assert first.generate([3, 4, 5], params, depth=3)[0].token_ids == plain
     first.engine.proposers["recycle"].tables[""].save(tmp_path / "table", tiny.VOCAB)
     later = LLM(target, draft=f"suffix+recycle:{tmp_path}/table", kv_tokens=1024)
-    said = later.generate([3, 4, 5], params, depth=3)[0]
-    assert said.token_ids == plain and said.stats.by_source["recycle"].accepted > 10
+    output = later.generate([3, 4, 5], params, depth=3)[0]
+    assert output.token_ids == plain and output.stats.by_source["recycle"].accepted > 10

@@ -1,4 +1,4 @@
-"""Names of drafts: what they stand for, and what is said of those that stand for nothing."""
+"""Draft syntax: what drafts stand for, and the errors for those that stand for nothing."""
 
 import pytest
 from hypothesis import given
@@ -40,7 +40,7 @@ from tests.engine import build
         ("model:a (b)&c", (("model", "a (b)&c"),)),
     ],
 )
-def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
+def test_drafts_joined_by_plus_are_parsed(spec: str, found: tuple[tuple[str, str], ...]) -> None:
     assert parse_draft(spec) == found
     assert draft_name(spec) == "+".join(name for name, _ in found)
 
@@ -80,17 +80,17 @@ def test_a_path_ends_before_a_registered_drafter(monkeypatch: pytest.MonkeyPatch
         ("model:x?model:y&model:z", "model?model#2&model#3", ["x", "y", "z"]),
     ],
 )
-def test_how_several_draft(spec: str, name: str, arguments: list[str]) -> None:
+def test_compositions_are_parsed(spec: str, name: str, arguments: list[str]) -> None:
     assert draft_name(spec) == name
     assert [argument for _, argument in parse_draft(spec)] == arguments
     assert [kind_of_name(leaf) for leaf in names_in(name)] == [
         kind for kind, _ in parse_draft(spec)
     ]
-    assert len(set(names_in(name))) == len(arguments), "everyone has a name of its own"
+    assert len(set(names_in(name))) == len(arguments), "each part has a name of its own"
 
 
 @pytest.mark.parametrize(
-    ("specs", "whole"),
+    ("specs", "expected"),
     [
         (["suffix"], "suffix"),
         (["model:x", "eagle3:y"], "(model:x)?(eagle3:y)"),
@@ -102,14 +102,14 @@ def test_how_several_draft(spec: str, name: str, arguments: list[str]) -> None:
         (["suffix|ngram", "recycle"], "(suffix|ngram)?recycle"),
     ],
 )
-def test_several_options_are_one(specs: list[str], whole: str) -> None:
-    assert joined(specs) == whole
-    assert Config(draft=specs).draft == Config(draft=whole).draft == whole  # type: ignore[arg-type]
+def test_a_list_of_drafts_is_joined_into_one(specs: list[str], expected: str) -> None:
+    assert joined(specs) == Config(draft=expected).draft == expected
+    assert Config(draft=specs).draft == expected  # type: ignore[arg-type]
 
 
 @given(st.text(alphabet="+|?&>():,#suffixngrammodel0=-ahead", max_size=60))
-def test_whatever_is_written_is_read_or_refused(text: str) -> None:
-    """A name that is made of an option stands for the same order of drafts."""
+def test_any_text_is_parsed_or_refused(text: str) -> None:
+    """The name of a draft stands for the same kinds in the same order."""
     try:
         name = draft_name(text)
     except ConfigError:
@@ -120,7 +120,7 @@ def test_whatever_is_written_is_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("sufix", "did you mean 'suffix'"),
         ("model", "write model:DIRECTORY"),
@@ -146,8 +146,8 @@ def test_whatever_is_written_is_read_or_refused(text: str) -> None:
         ("suffix|(ngram&model)", r"write model:DIRECTORY .*\(at character 15"),
     ],
 )
-def test_names_that_stand_for_nothing(spec: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_drafts_that_stand_for_nothing_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_draft(spec)
 
 
@@ -165,13 +165,13 @@ def test_commas_within_a_draft_do_not_end_it() -> None:
     assert drafts_in(" , ") == []
 
 
-def test_every_drafter_without_weights_is_made_and_tested() -> None:
+def test_each_drafter_without_weights_is_built_and_in_the_engine_tests() -> None:
     llm = LLM(tiny.spoken(), kv_tokens=512)
     assert set(WEIGHTLESS) <= set(llm.engine.proposers) and set(WEIGHTLESS) <= set(build.PROPOSERS)
 
 
 def test_two_models_draft_for_one_target() -> None:
-    """Each by a name of its own, which requests may use, and whichever does better."""
+    """Each has a name of its own, which requests may use; else the better one drafts."""
     llm = LLM(
         tiny.spoken(),
         draft=[f"model:{tiny.spoken(0.3)}", f"model:{tiny.spoken(0.02)}"],
@@ -185,7 +185,7 @@ def test_two_models_draft_for_one_target() -> None:
         ("model&model#2", {"model", "model#2"}),
     ):
         for depth in (2, "auto"):
-            (said,) = llm.generate("The name", params, draft=draft, depth=depth)
-            assert said.token_ids == plain and {*said.stats.by_source} <= names
+            (output,) = llm.generate("The name", params, draft=draft, depth=depth)
+            assert output.token_ids == plain and {*output.stats.by_source} <= names
     with pytest.raises(ConfigError, match=r"has no draft 'model#3'"):
         llm.generate("The name", params, draft="model#3")

@@ -1,6 +1,5 @@
-"""Retrieval: the index is what a naive one would be, finds what a naive search finds, and is whole
-or not there; passages are those that looking at all would choose, of nobody else's documents, and
-nothing if damaged."""
+"""Retrieval: an index holds and finds what naive code does, and is complete or absent. Passages are
+the best of all, never of another client's documents, and damage to them does no harm."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from forerun.draft.retrieval import (
 )
 from forerun.models.tokenizer import Tokenizer
 from tests import tiny
-from tests.draft.asking import refused, row
+from tests.draft.helpers import make_request, pure_params, refused
 from tests.engine import build
 
 VOCAB = 300
@@ -62,38 +61,38 @@ def segment_of(texts: list[list[int]], vocab: int = 50, twin: bool = False) -> I
 
 
 def drafted(drafter: Retrieval, tokens: list[int], *slots: int) -> list[list[int]]:
-    """What is drafted behind the same text in each slot."""
-    drafts = drafter.propose([row(tokens, depth=8, slot=slot) for slot in slots])
+    """Draft behind the same text in each slot."""
+    drafts = drafter.propose([make_request(tokens, depth=8, slot=slot) for slot in slots])
     return [draft.tokens[1:] for draft in drafts]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_suffixes_are_sorted_as_plain_sorting_does(seed: int) -> None:
+def test_suffixes_are_sorted_as_by_the_twin(seed: int) -> None:
     texts = texts_of(seed, letters=(1, 2, 3, 4, 20, 50)[seed])
     ours, twin = segment_of(texts), segment_of(texts, twin=True)
     assert (ours.suffixes == twin.suffixes).all() and (ours.starts == twin.starts).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_found_is_what_looking_at_every_place_finds(seed: int) -> None:
-    """Over few letters, so that there are matches of all lengths and votes to count."""
+def test_retrieval_finds_what_a_search_of_every_position_finds(seed: int) -> None:
+    """Few different tokens give matches of all lengths and votes to count."""
     letters = (1, 2, 3, 4, 8, 20)[seed]
     segments = [segment_of(texts_of(10 * seed + i, letters)) for i in range(3)]
-    shelf, matches = SegmentSearch(segments), set()
+    search, matches = SegmentSearch(segments), set()
     for text in texts_of(seed + 100, letters, 60):
-        for most in (1, 5, 9):
+        for max_tokens in (1, 5, 9):
             if text:
-                found = shelf.retrieve(text[-16:], most)
-                assert found == retrieve_twin(segments, text[-16:], most)
+                found = search.retrieve(text[-16:], max_tokens)
+                assert found == retrieve_twin(segments, text[-16:], max_tokens)
                 matches.add(found[0])
     assert {0, 3} <= matches and (letters > 4 or max(matches) > 4)
 
 
-def test_most_occurrences_decide_and_a_match_speaks_for_its_length() -> None:
-    shelf = SegmentSearch([segment_of([[1, 2, 3, 9, 9, 9, 9], *[[1, 2, 3, 4, 5, 6, 7]] * 2])])
-    assert shelf.retrieve([1, 2, 3], 8) == (3, [4, 5, 6])
-    assert shelf.retrieve([1, 2, 3], 2) == (3, [4, 5])
-    assert shelf.retrieve([1, 2, 3, 9], 8) == (4, [9, 9, 9])
+def test_the_most_frequent_continuation_is_drafted_as_far_as_the_match_is_long() -> None:
+    search = SegmentSearch([segment_of([[1, 2, 3, 9, 9, 9, 9], *[[1, 2, 3, 4, 5, 6, 7]] * 2])])
+    assert search.retrieve([1, 2, 3], 8) == (3, [4, 5, 6])
+    assert search.retrieve([1, 2, 3], 2) == (3, [4, 5])
+    assert search.retrieve([1, 2, 3, 9], 8) == (4, [9, 9, 9])
 
 
 @pytest.fixture
@@ -127,18 +126,18 @@ def test_adding_finds_what_building_at_once_finds(tmp_path: Path, tokenizer: Tok
         assert one[0] == other[0]
 
 
-def put(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+def edit_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     """Change the content of a file."""
 
-    def spoil(directory: Path) -> None:
+    def edit(directory: Path) -> None:
         path = directory / name
         path.write_bytes(change(path.read_bytes()))
 
-    return spoil
+    return edit
 
 
-def listed(**fields: object) -> Callable[[Path], object]:
-    """Change what the list says of the segment, or of its `version`."""
+def edit_list(**fields: object) -> Callable[[Path], object]:
+    """Change the segment's fields in the list of segments, or the list's `version`."""
 
     def change(content: bytes) -> bytes:
         about = json.loads(content)
@@ -146,7 +145,7 @@ def listed(**fields: object) -> Callable[[Path], object]:
         about["segments"][0] |= fields
         return json.dumps(about).encode()
 
-    return put(LIST, change)
+    return edit_file(LIST, change)
 
 
 def another_table(directory: Path) -> None:
@@ -154,30 +153,32 @@ def another_table(directory: Path) -> None:
     path.unlink()
     with sqlite3.connect(path) as other:
         other.execute("CREATE TABLE others (x)")
-    listed(passages=[1, path.stat().st_size])(directory)
+    edit_list(passages=[1, path.stat().st_size])(directory)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no list": lambda directory: (directory / LIST).unlink(),
-    "list": put(LIST, lambda content: b"{]"),
-    "nested": put(LIST, lambda content: b"[" * 100_000),
-    "version": listed(version=99),
-    "number": listed(tokens="many"),
-    "elsewhere": listed(name="../0001"),
+    "list": edit_file(LIST, lambda content: b"{]"),
+    "nested": edit_file(LIST, lambda content: b"[" * 100_000),
+    "version": edit_list(version=99),
+    "number": edit_list(tokens="many"),
+    "elsewhere": edit_list(name="../0001"),
     "missing": lambda directory: (directory / "0001.suffixes").unlink(),
-    "short": put("0001.tokens", lambda content: content[:-4]),
-    "long": put("0001.tokens", lambda content: content + b"1234"),
-    "starts": put("0001.starts", lambda content: content[:-8] + b"\xff" * 8),
+    "short": edit_file("0001.tokens", lambda content: content[:-4]),
+    "long": edit_file("0001.tokens", lambda content: content + b"1234"),
+    "starts": edit_file("0001.starts", lambda content: content[:-8] + b"\xff" * 8),
     "no passages": lambda directory: (directory / "0001.passages").unlink(),
-    "short passages": put("0001.passages", lambda content: content[:-1]),
-    "other bytes": put("0001.passages", lambda content: bytes(range(256)) * (len(content) // 256)),
+    "short passages": edit_file("0001.passages", lambda content: content[:-1]),
+    "other bytes": edit_file(
+        "0001.passages", lambda content: bytes(range(256)) * (len(content) // 256)
+    ),
     "no table": another_table,
-    "number of passages": listed(passages="many"),
+    "number of passages": edit_list(passages="many"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_index_is_one_clear_line(
+def test_a_damaged_index_is_refused_in_one_line(
     damage: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     write(tmp_path, tokenizer, texts_of(1))
@@ -186,28 +187,27 @@ def test_a_damaged_index_is_one_clear_line(
         Index(tmp_path)
 
 
-def test_numbers_that_are_damaged_draft_nothing_that_is_no_token(
+def test_damaged_numbers_never_draft_ids_outside_of_the_vocabulary(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Bits may turn without a file changing its size: drafts are worse then, and never out of
-    bounds."""
+    """If bits flip and a file keeps its size, drafts are worse but never out of bounds."""
     write(tmp_path, tokenizer, texts_of(1, 3), 50)
     generator = np.random.default_rng(1)
     for part in ("tokens", "suffixes"):
         path = tmp_path / f"0001.{part}"
         path.write_bytes(generator.bytes(path.stat().st_size))
-    shelf = SegmentSearch(Index(tmp_path).segments)
+    search = SegmentSearch(Index(tmp_path).segments)
     for text in filter(None, texts_of(9, 3, 40)):
-        assert all(0 <= token < 50 for token in shelf.retrieve(text[-16:], 8)[1])
+        assert all(0 <= token < 50 for token in search.retrieve(text[-16:], 8)[1])
 
 
 @pytest.mark.parametrize("when", ["tokens", "room", "sorting", "list"])
 @pytest.mark.parametrize(
-    "what", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
 )
-def test_what_ends_an_addition_leaves_the_index_as_it_was(
+def test_an_addition_that_fails_leaves_the_index_as_it_was(
     when: str,
-    what: BaseException,
+    error: BaseException,
     tmp_path: Path,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -216,7 +216,7 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
     before = files_of(tmp_path / "index")
 
     def fail(*_: object) -> None:
-        raise what
+        raise error
 
     if when == "room":  # a disk that gets full under a mapped file would kill the process
         monkeypatch.setattr(corpus.os, "posix_fallocate", fail)
@@ -226,7 +226,7 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
         monkeypatch.setattr("forerun.utils.os.replace", fail)
     for directory in (tmp_path / "index", tmp_path / "new"):
         with (
-            pytest.raises((type(what), ForerunError)),
+            pytest.raises((type(error), ForerunError)),
             adding(directory, tokenizer, VOCAB) as writer,
         ):
             writer.add(IndexedFile("b", 1, 2), texts_of(2))
@@ -236,7 +236,7 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
     assert not (tmp_path / "new").exists()
 
 
-def test_two_do_not_add_at_once_and_nothing_new_leaves_no_trace(
+def test_concurrent_additions_are_refused_and_empty_ones_leave_no_trace(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     write(tmp_path, tokenizer, texts_of(1))
@@ -251,7 +251,9 @@ def test_two_do_not_add_at_once_and_nothing_new_leaves_no_trace(
     assert files_of(tmp_path) == before
 
 
-def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_indices_may_be_added_and_removed_while_tenants_use_them(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     drafter = Retrieval({"all": write(tmp_path / "all", tokenizer, [[1, 2, 3, 4]])})
     drafter.open(0, [], tenant="a")
     drafter.open(1, [], tenant="b")
@@ -265,13 +267,13 @@ def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize(
-    ("draft", "has_prompt", "least"),
+    ("draft", "has_prompt", "min_accepted"),
     [("retrieval", False, 20), ("suffix+retrieval", False, 0), ("retrieval", True, 40)],
 )
-def test_texts_are_the_same_and_the_documents_are_drafted(
-    draft: str, has_prompt: bool, least: int, tmp_path: Path, tokenizer: Tokenizer
+def test_documents_are_drafted_and_the_text_is_unchanged(
+    draft: str, has_prompt: bool, min_accepted: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Of a document with the answer alone, and of one that the prompt names, too."""
+    """The document is the answer alone, or the prompt and the answer."""
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
     params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n"
@@ -280,12 +282,10 @@ def test_texts_are_the_same_and_the_documents_are_drafted(
     write(tmp_path / "index", tokenizer, [document], llm.decoder.config.vocab)
     for temperature in (0.0, 0.8):
         llm = LLM(tiny.spoken(), draft=f"{draft}:{tmp_path}/index", kv_tokens=512, depth=6)
-        params = SamplingParams.pure(
-            max_tokens=60, ignore_eos=True, temperature=temperature, seed=4
-        )
-        said = llm.generate(prompt, params)[0]
-        assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
-        assert temperature or said.stats.by_source["retrieval"].accepted > least
+        params = pure_params(60, temperature, seed=4)
+        output = llm.generate(prompt, params)[0]
+        assert output.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
+        assert temperature or output.stats.by_source["retrieval"].accepted > min_accepted
 
 
 def test_another_tokenizers_index_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -300,14 +300,14 @@ def test_another_tokenizers_index_is_refused(tmp_path: Path, tokenizer: Tokenize
         LLM(tiny.spoken(), draft="retrieval", kv_tokens=512)
 
 
-def test_nothing_goes_on_across_two_texts() -> None:
-    shelf = SegmentSearch([segment_of([[1, 2, 3, 4], [5, 6, 7, 8]])])
-    assert shelf.retrieve([1, 2, 3], 8) == (3, [4])
-    assert shelf.retrieve([2, 3, 4], 8) == (0, [])
-    assert shelf.retrieve([3, 4, 5], 8) == (0, [])
+def test_neither_matches_nor_drafts_cross_from_one_text_to_another() -> None:
+    search = SegmentSearch([segment_of([[1, 2, 3, 4], [5, 6, 7, 8]])])
+    assert search.retrieve([1, 2, 3], 8) == (3, [4])
+    assert search.retrieve([2, 3, 4], 8) == (0, [])
+    assert search.retrieve([3, 4, 5], 8) == (0, [])
 
 
-def test_a_model_of_another_size_needs_an_index_of_its_own(
+def test_an_index_of_another_vocabulary_size_is_refused(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     index = write(tmp_path, tokenizer, texts_of(1))
@@ -318,11 +318,11 @@ def test_a_model_of_another_size_needs_an_index_of_its_own(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("rule", ["match", "token", "tree"])
-def test_batches_with_preemption_say_what_they_say_without(
+def test_retrieval_in_batches_with_preemption_changes_no_text(
     temperature: float, rule: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes
-    in it."""
+    """Chunks have 3 tokens, the pool has room for about two requests, and the index holds their
+    texts with mistakes."""
     plain = [list(r.output) for r in build.run(build.engine("llama", []), "off", temperature)]
     generator = random.Random(1)
     texts = [
@@ -345,7 +345,7 @@ def test_batches_with_preemption_say_what_they_say_without(
 
 
 def documents(seed: int) -> list[list[int]]:
-    """Of many lengths, tokens from frequent to rare."""
+    """Make documents of many lengths, of frequent and rare tokens."""
     generator = random.Random(seed)
     lengths = [
         0,
@@ -358,12 +358,12 @@ def documents(seed: int) -> list[list[int]]:
     return [[int(VOCAB * generator.random() ** 4) for _ in range(length)] for length in lengths]
 
 
-def fit_twin(segments: list[IndexSegment], tokens: list[int]) -> list[tuple[int, int]]:
-    """`fit` by looking at every passage."""
+def rank_passages_twin(segments: list[IndexSegment], tokens: list[int]) -> list[tuple[int, int]]:
+    """Rank passages as `rank_passages` does, by looking at every passage."""
     all_passages = [
         (n, place, held.tolist())
-        for n, s in enumerate(segments)
-        for place, held in passages_of(s.tokens)
+        for n, segment in enumerate(segments)
+        for place, held in passages_of(segment.tokens)
     ]
     every = [token for segment in segments for token in segment.tokens.tolist()]
     scores, spent = dict[tuple[int, int], float](), 0
@@ -380,7 +380,7 @@ def fit_twin(segments: list[IndexSegment], tokens: list[int]) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("found", [50, 5_000])
-def test_the_passages_are_those_that_looking_at_all_finds(
+def test_ranking_passages_finds_what_ranking_all_of_them_finds(
     found: int, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retrieval, "MAX_FOUND", found)
@@ -388,12 +388,12 @@ def test_the_passages_are_those_that_looking_at_all_finds(
         segments = write(tmp_path / "index", tokenizer, documents(seed)).segments
     asked = [text for seed in (0, 1, 7) for text in documents(seed)]
     chosen = [rank_passages(segments, text) for text in asked]
-    assert chosen == [fit_twin(segments, text) for text in asked]
+    assert chosen == [rank_passages_twin(segments, text) for text in asked]
     assert len({len(passages) for passages in chosen}) > 1
-    assert {of for c in chosen for of, _ in c} == {0, 1, 2}
+    assert {segment for passages in chosen for segment, _ in passages} == {0, 1, 2}
 
 
-def test_passages_are_whole_texts_or_parts_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passages_are_texts_or_consecutive_parts_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.array([token for text in documents(1) for token in (*text, BREAK)], np.uint32)
     cut = list(passages_of(tokens))
     assert all(
@@ -403,50 +403,50 @@ def test_passages_are_whole_texts_or_parts_of_one(monkeypatch: pytest.MonkeyPatc
     assert len(cut) == sum(-(-len(text) // PASSAGE) for text in documents(1))
 
 
-def test_the_longest_match_is_followed_the_best_passage_first() -> None:
-    near = Passages(
+def test_the_longest_match_is_drafted_from_the_best_passage() -> None:
+    passages = Passages(
         [
             np.array(text, np.uint32)
             for text in ([1, 2, 3, 4], [9, 2, 3, 5, 6, 7], [8, 2, 3, 5], [], [3, 4])
         ]
     )
-    assert near.retrieve([0, 2, 3], 8) == (2, [4])
-    assert near.retrieve([9, 2, 3], 8) == (3, [5, 6, 7])
-    assert near.retrieve([9, 2, 3], 1) == (3, [5])
-    assert near.retrieve([7, 8], 8) == (0, [])  # not across two of them
-    assert near.retrieve([6, 7], 8) == (0, [])  # nothing follows
-    assert near.retrieve([0], 8) == near.retrieve([2], 8) == (0, [])  # one token is no match
+    assert passages.retrieve([0, 2, 3], 8) == (2, [4])
+    assert passages.retrieve([9, 2, 3], 8) == (3, [5, 6, 7])
+    assert passages.retrieve([9, 2, 3], 1) == (3, [5])
+    assert passages.retrieve([7, 8], 8) == (0, [])  # not across two of them
+    assert passages.retrieve([6, 7], 8) == (0, [])  # nothing follows
+    assert (
+        passages.retrieve([0], 8) == passages.retrieve([2], 8) == (0, [])
+    )  # one token is no match
 
 
-def test_what_fits_is_drafted_behind_two_tokens_and_wins_ties(
+def test_passages_need_a_match_of_two_tokens_and_win_ties(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """The whole index would say 4, which most texts go on with."""
+    """Without passages the draft would be 4, with which most texts go on."""
     common = [[10 + n, 1, 2, 3, 4, 4, 4] for n in range(20)]
     drafter = Retrieval(
         {"docs": write(tmp_path, tokenizer, [*common, [200, 201, 1, 2, 3, 5, 6, 7]])}
     )
 
-    def said(tokens: list[int]) -> tuple[int, list[int]]:
-        (draft,) = drafter.propose([row(tokens, depth=8)])
+    def draft_behind(tokens: list[int]) -> tuple[int, list[int]]:
+        (draft,) = drafter.propose([make_request(tokens, depth=8)])
         return draft.match_length, draft.tokens[1:]
 
-    drafter.open(0, [99])  # about nothing that is known
-    assert said([99, 1, 2, 3]) == (3, [4, 4, 4]) and said([99, 2, 3]) == (0, [])
+    drafter.open(0, [99])  # a prompt with no passage
+    assert draft_behind([99, 1, 2, 3]) == (3, [4, 4, 4])
+    assert draft_behind([99, 2, 3]) == (0, [])
     drafter.close(0)
     drafter.open(0, [200, 201])
-    assert said([200, 201, 1, 2, 3]) == (5, [5, 6, 7])
-    assert said([200, 201, 99, 1, 2, 3]) == (3, [5, 6, 7])
-    assert said([200, 201, 99, 2, 3]) == (
-        2,
-        [5, 6, 7],
-    )
-    # read again: what was found before is forgotten
+    assert draft_behind([200, 201, 1, 2, 3]) == (5, [5, 6, 7])
+    assert draft_behind([200, 201, 99, 1, 2, 3]) == (3, [5, 6, 7])
+    assert draft_behind([200, 201, 99, 2, 3]) == (2, [5, 6, 7])
+    # a changed index is read again, and the passages found before are dropped
     drafter.add("docs", write(tmp_path, tokenizer, [[1]]))
-    assert said([200, 201, 99, 1, 2, 3]) == (3, [4, 4, 4])
+    assert draft_behind([200, 201, 99, 1, 2, 3]) == (3, [4, 4, 4])
 
 
-def test_nobody_is_grounded_in_another_clients_documents(
+def test_passages_of_another_clients_documents_are_never_used(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     secret = [250, 251, 252, 253, 254]
@@ -460,10 +460,10 @@ def test_nobody_is_grounded_in_another_clients_documents(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bits_that_turn_in_a_table_draft_nothing_that_is_no_token(
+def test_a_damaged_table_never_drafts_ids_outside_of_the_vocabulary(
     seed: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Its size is right and it opens: what is found may be wrong, and is never out of bounds."""
+    """A table of the right size that opens may give wrong passages, but no id out of bounds."""
     write(tmp_path, tokenizer, documents(1))
     table, generator = tmp_path / "0001.passages", random.Random(seed)
     held = bytearray(table.read_bytes())
@@ -475,8 +475,10 @@ def test_bits_that_turn_in_a_table_draft_nothing_that_is_no_token(
     except LoadError:
         return
     for text in documents(2):
-        near = find_passages(segments, text)
-        assert near is None or all(0 <= token < VOCAB for token in near.retrieve(text[-16:], 8)[1])
+        passages = find_passages(segments, text)
+        assert passages is None or all(
+            0 <= token < VOCAB for token in passages.retrieve(text[-16:], 8)[1]
+        )
 
 
 def test_an_index_without_passages_drafts_as_before(
@@ -504,7 +506,7 @@ def test_a_full_disk_leaves_the_index_as_it_was(
     real = sqlite3.connect
 
     class Small(sqlite3.Connection):
-        """On a disk with room for a few pages."""
+        """A connection on a disk with room for a few pages."""
 
         def execute(self, sql: str, *more: object) -> sqlite3.Cursor:
             for statement in sql.split("; "):

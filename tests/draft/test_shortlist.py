@@ -1,8 +1,8 @@
 """Draft models that score part of the vocabulary: the text is the target's, and drafts are those of a
-reference twin with the whole lm head and -inf for all other tokens.
+reference twin with the full lm head and -inf for all other tokens.
 
-Protects: the option and the file beside a model, both kernels, all rules, batches, drafts of another
-vocabulary, lists that do not fit."""
+Also tested: the option and the file beside a model, both kernels, all rules, batches, models of
+another vocabulary, and lists that do not fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, ConfigError, LoadError, SamplingParams
+from forerun import LLM, ConfigError, LoadError
 from forerun.draft.draft_model import DraftModel, draft_model
 from forerun.engine.engine import Engine
 from forerun.models.files import SHORTLIST
@@ -21,11 +21,11 @@ from forerun.models.shortlist import Shortlist
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
 from tests import other_words, tiny
-from tests.draft.asking import KERNELS, compiled, refused
+from tests.draft.helpers import KERNELS, needs_native, pure_params, refused
 from tests.engine import build
 
 PROMPTS = [[5, 6, 7, 8], [9] * 6, [3, 1, 4, 1, 5]]
-OTHERS = [token for token in range(tiny.VOCAB) if token not in tiny.LISTED]
+UNLISTED = [token for token in range(tiny.VOCAB) if token not in tiny.LISTED]
 
 
 @pytest.fixture
@@ -35,15 +35,11 @@ def listed(tmp_path: Path) -> Path:
     return path
 
 
-def params(temperature: float) -> SamplingParams:
-    return SamplingParams.pure(max_tokens=30, temperature=temperature, seed=3, ignore_eos=True)
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("rule", ["match", "token", "block", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_no_other_token_is_drafted_and_the_text_is_the_target_s(
+def test_only_listed_tokens_are_drafted_and_the_text_is_unchanged(
     kernels: str, temperature: float, rule: str, listed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: Any = {"kernels": kernels, "rule": rule, "kv_tokens": 1024, "depth": 4}
@@ -52,28 +48,31 @@ def test_no_other_token_is_drafted_and_the_text_is_the_target_s(
     proposer, drafted = llm.engine.proposers["model"], set()
     propose = proposer.propose
 
-    def watched(rows: Any) -> Any:
-        found = propose(rows)
+    def recording(requests: Any) -> Any:
+        found = propose(requests)
         for each in found:
             drafted.update(each.tokens[1:])
-            assert each.probs is None or not each.probs[:, OTHERS].any()
+            assert each.probs is None or not each.probs[:, UNLISTED].any()
         return found
 
-    monkeypatch.setattr(proposer, "propose", watched)
-    speculative = [c.token_ids for c in llm.generate(PROMPTS, params(temperature))]
+    monkeypatch.setattr(proposer, "propose", recording)
+    speculative = [c.token_ids for c in llm.generate(PROMPTS, pure_params(30, temperature, seed=3))]
     assert drafted <= set(tiny.LISTED) and len(drafted) > 5
-    plain = [c.token_ids for c in llm.generate(PROMPTS, params(temperature), draft="off")]
+    plain = [
+        c.token_ids
+        for c in llm.generate(PROMPTS, pure_params(30, temperature, seed=3), draft="off")
+    ]
     if rule == "match" or not temperature:
         assert speculative == plain
-    assert {token for text in plain for token in text} & set(OTHERS), "the drafter lacks some"
+    assert {token for text in plain for token in text} & set(UNLISTED), "the drafter lacks some"
 
 
 class Masked(Runner):
-    """The reference twin."""
+    """The reference twin: the full lm head, with -inf for unlisted tokens."""
 
     def forward(self, segments: Any, aux_hidden_layers: Any = ()) -> Forward:
         found = super().forward(segments, aux_hidden_layers)
-        masked = found.logits.index_fill(1, torch.tensor(OTHERS), -torch.inf)
+        masked = found.logits.index_fill(1, torch.tensor(UNLISTED), -torch.inf)
         return Forward(masked, found.features)
 
     def draft_chains(self, links: Any, vocab: int) -> None:
@@ -85,10 +84,10 @@ class Masked(Runner):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_drafts_are_those_of_the_whole_head_without_the_rest(
+def test_drafts_are_those_of_the_full_head_without_unlisted_tokens(
     kernels: str, width: int, temperature: float, rule: str
 ) -> None:
-    """Request by request the same tokens in as many steps, natively to the last bit."""
+    """Each request has the same tokens and the same numbers of drafted and accepted ones."""
     make: Any = tiny.decoder if kernels == "torch" else tiny.native_decoder
     room = {"tokens": 512, "page": 4, "slots": 8}
     target, small = tiny.family("llama"), tiny.drafter("llama")
@@ -114,12 +113,12 @@ def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(
     assert alone.decoder.shortlist is None, "a target predicts all tokens"
 
 
-@compiled
+@needs_native
 def test_a_target_that_drafts_for_itself(listed: Path) -> None:
     options: Any = {"draft_shortlist": str(listed), "kv_tokens": 512, "depth": 4}
     llm = LLM(tiny.family("llama"), draft="self:int8", **options)
-    drafted = llm.generate(PROMPTS, params(0.8))
-    plain = llm.generate(PROMPTS, params(0.8), draft="off")
+    drafted = llm.generate(PROMPTS, pure_params(30, seed=3))
+    plain = llm.generate(PROMPTS, pure_params(30, seed=3), draft="off")
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     assert sum(c.stats.by_source["self"].accepted for c in drafted) > 5
 
@@ -127,11 +126,11 @@ def test_a_target_that_drafts_for_itself(listed: Path) -> None:
 def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
     target, draft = tiny.family("llama"), f"model:{tiny.drafter('llama')}"
     Shortlist(torch.tensor([1, 2, 65]), 66).save(tmp_path / "longer")
-    for name, says in (
+    for name, message in (
         ("longer", "66 tokens, but the draft model has 64"),
         ("nowhere", "there is no shortlist"),
     ):
-        with refused(LoadError, says):
+        with refused(LoadError, message):
             LLM(target, draft=draft, draft_shortlist=str(tmp_path / name), kv_tokens=512)
     with pytest.raises(ConfigError, match="is no file"):
         LLM(target, draft=draft, draft_shortlist=5)
@@ -149,8 +148,8 @@ def test_models_of_another_vocabulary(rule: str, tmp_path: Path) -> None:
     Shortlist(torch.tensor(unshared), vocab).save(tmp_path / "others")
     draft, options = f"model:{other_words.drafter('bytes')}", {"kv_tokens": 1024, "rule": rule}
     llm = LLM(tiny.spoken(), draft=draft, draft_shortlist=str(tmp_path / "list"), **options)
-    drafted = llm.generate("the name of", params(0.0), depth=4)[0]
-    plain = llm.generate("the name of", params(0.0), draft="off", depth=4)[0]
+    drafted = llm.generate("the name of", pure_params(30, 0.0, seed=3), depth=4)[0]
+    plain = llm.generate("the name of", pure_params(30, 0.0, seed=3), draft="off", depth=4)[0]
     assert drafted.token_ids == plain.token_ids and drafted.stats.drafted
     with pytest.raises(LoadError, match="no token that the target shares"):
         LLM(tiny.spoken(), draft=draft, draft_shortlist=str(tmp_path / "others"), **options)

@@ -1,5 +1,5 @@
-"""Modules from `forerun train` in the GGUF files of their targets: what a copy holds, how it is used,
-and what is refused."""
+"""Modules from `forerun train` in the GGUF files of their targets: what a copy holds, its use, and
+errors for modules that cannot be stored or used."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from forerun.models.gguf.container import NewTensor, append_tensors, open_gguf
 from forerun.models.local import LocalModel
 from tests import tiny
 from tests.cli.test_main import run
-from tests.draft.asking import compiled, refused
 from tests.draft.heads import head_of
+from tests.draft.helpers import needs_native, refused
 from tests.gguf_files import finish, written, written_with_module
 
 # dense models of three kinds of norms, a hybrid, and models with modules of their own
@@ -48,7 +48,7 @@ TARGETS = (
 
 
 def target_file(name: str) -> Path:
-    """A GGUF file; + is one with a module that it came with."""
+    """Return a GGUF file; + marks one that comes with a module."""
     family, kind = name.rstrip("+").split("/")
     return (written_with_module if name.endswith("+") else written)(family, kind).path
 
@@ -56,7 +56,7 @@ def target_file(name: str) -> Path:
 def trained(
     directory: Path, target: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> Path:
-    """A module as `forerun train --recipe mtp` writes it for a model."""
+    """Write a module for a model as `forerun train --recipe mtp` does."""
     config = load_config(target)
     torch.manual_seed(3)
     module = MtpModule(replace(layer_like(config, 48), **changes), config.layers)
@@ -64,20 +64,20 @@ def trained(
     return directory
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_stored_module_drafts_as_it_does_apart(
+def test_a_stored_module_drafts_what_it_drafts_from_a_directory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found by auto, before a module that the file came with, and the target is the same."""
+    """`auto` prefers it to a module that the file came with; the target is unchanged."""
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     path, out = target_file(name), tmp_path / "both.gguf"
     module = trained(tmp_path / "module", path)
     store_module(module, path, out)
     assert load_config(out) == load_config(path)
     assert facts_at(out, "x").raw["num_hidden_layers"] == load_config(path).layers
-    (row,) = survey([LocalModel("x", out, "here")])
-    assert row.draft == "suffix+mtp"
+    (listed,) = survey([LocalModel("x", out, "here")])
+    assert listed.draft == "suffix+mtp"
     found, _ = find_local(str(out))
     own = [one for one in found if one.origin == "checkpoint"]
     assert [(one.draft, one.reason) for one in own] == [(f"mtp:{out}", "")]
@@ -98,7 +98,7 @@ def test_a_stored_module_drafts_as_it_does_apart(
 def test_a_copy_holds_everything_and_the_module_to_the_bit(
     dtype: torch.dtype, kind: str, tmp_path: Path
 ) -> None:
-    """As the `gguf` package reads it."""
+    """The copy is read with the `gguf` package."""
     path, out = target_file("qwen3/Q8_0"), tmp_path / "both.gguf"
     module = trained(tmp_path / "module", path, dtype)
     store_module(module, path, out)
@@ -151,28 +151,28 @@ BROKEN: list[tuple[Any, dict[str, int], str]] = [
 ]  # fmt: skip
 
 
-@compiled
-@pytest.mark.parametrize(("edit", "numbers", "says"), BROKEN)
-def test_a_stored_module_that_cannot_be_used_is_one_line(
-    edit: Any, numbers: dict[str, int], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@needs_native
+@pytest.mark.parametrize(("edit", "keys", "message"), BROKEN)
+def test_a_stored_module_that_cannot_be_used_is_refused_in_one_line(
+    edit: Any, keys: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And auto goes on without it."""
+    """`auto` goes on without it."""
     path, out = target_file("llama/F32"), tmp_path / "both.gguf"
 
-    def spoiled(source: Path, to: Path, tensors: Any, own: Any) -> None:
-        append_tensors(source, to, edit(tensors), dict(own) | numbers)
+    def append_edited(source: Path, to: Path, tensors: Any, own: Any) -> None:
+        append_tensors(source, to, edit(tensors), dict(own) | keys)
 
-    monkeypatch.setattr(own_module, "append_tensors", spoiled)
+    monkeypatch.setattr(own_module, "append_tensors", append_edited)
     store_module(trained(tmp_path / "module", path), path, out)
     view = view_of(tiny.native_decoder(path, form="float32"))
-    with refused(LoadError, says):
+    with refused(LoadError, message):
         load_own_module(out, view)
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
-    if numbers.get("llama.block_count") != 3:  # else the target has a block too much
+    if keys.get("llama.block_count") != 3:  # else the target has a block too much
         assert LLM(out, kv_tokens=256).draft == "suffix"
 
 
-def test_a_module_that_cannot_be_stored_is_one_line(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_stored_is_refused_in_one_line(tmp_path: Path) -> None:
     path, out = target_file("llama/F32"), tmp_path / "both.gguf"
     module = trained(tmp_path / "module", path)
     store_module(module, path, out)
@@ -184,7 +184,7 @@ def test_a_module_that_cannot_be_stored_is_one_line(tmp_path: Path) -> None:
     shards = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
     shards.add_uint16("split.count", 2)
     finish(shards)
-    for directory, target, says in (
+    for directory, target, message in (
         (module, out, "has a module of forerun train already"),
         (tmp_path / "some", path, "predicts part of the vocabulary"),
         (tmp_path / "eagle", path, "does not describe one"),
@@ -192,33 +192,33 @@ def test_a_module_that_cannot_be_stored_is_one_line(tmp_path: Path) -> None:
         (module, target_file("qwen3_5/Q8_0"), "MTP module"),
         (tmp_path, path, "no config.json"),
     ):
-        with pytest.raises(LoadError, match=says) as error:
+        with pytest.raises(LoadError, match=message) as error:
             store_module(directory, target, tmp_path / "new.gguf")
         assert "\n" not in str(error.value) and not (tmp_path / "new.gguf").exists()
     norm = open_gguf(path).tensors["output_norm.weight"]
     twice = NewTensor(norm.name, "F32", norm.shape, np.zeros(norm.shape, np.float32))
-    for source, tensors, numbers, says in (
+    for source, tensors, keys, message in (
         (path, [twice], {}, "has the tensor output_norm.weight already"),
         (path, [], {"general.architecture": 3}, "is not a whole number"),
         (tmp_path / "part.gguf", [], {}, "one of several shards"),
     ):
-        with pytest.raises(LoadError, match=says):
-            append_tensors(source, tmp_path / "new.gguf", tensors, numbers)
+        with pytest.raises(LoadError, match=message):
+            append_tensors(source, tmp_path / "new.gguf", tensors, keys)
         assert not (tmp_path / "new.gguf").exists()
 
 
-def test_the_command_says_what_is_wrong_in_one_line(
+def test_the_command_reports_an_error_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = target_file("llama/F32")
     module = trained(tmp_path / "module", path)
     (tmp_path / "there").write_text("x")
-    for target, out, says in (
+    for target, out, message in (
         (tiny.family("llama"), tmp_path / "new.gguf", "is no GGUF file"),
         (path, tmp_path / "there", "is there already"),
         (path, tmp_path / "no" / "new.gguf", "cannot be written"),
     ):
         words = ("drafters", "embed", str(module), str(target), "--out", str(out))
         code, _, err = run(monkeypatch, capsys, *words)
-        assert code and says in err and len(err.strip().splitlines()) == 1, err
+        assert code and message in err and len(err.strip().splitlines()) == 1, err
     assert has_own_module(path) is False

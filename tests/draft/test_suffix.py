@@ -1,9 +1,7 @@
-"""Suffix decoding: both automata find the longest match there is, in this text and in those that
-have finished.
+"""Suffix decoding: both automata find the longest match, in this text and in finished ones.
 
-Protects: the match against a naive search after every token, and that it lies where the automaton
-says; the shared automaton's cursors, its two generations and its bound; drafts, slots and
-preemption."""
+Matches and their positions are compared with a naive search after every token. Also tested: the
+shared automaton's cursors, its two generations and its bound; drafts, slots and preemption."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ from forerun.draft.proposer import Proposer, Reference
 from forerun.draft.suffix import Alignment, Cursor, References, Suffix, SuffixAutomaton
 from forerun.kernels import native
 from forerun.types import MEMORY, Draft
-from tests.draft.asking import row
+from tests.draft.helpers import make_request
 
 
 def propose(proposer: Proposer, tokens: Sequence[int], depth: int = 5, slot: int = 0) -> list[int]:
-    """The root and what is drafted behind it."""
-    return proposer.propose([row(tokens, depth=depth, slot=slot)])[0].tokens
+    """Return the root and the tokens drafted behind it."""
+    return proposer.propose([make_request(tokens, depth=depth, slot=slot)])[0].tokens
 
 
 def occurs(part: Sequence[int], text: Sequence[int]) -> bool:
@@ -33,24 +31,25 @@ def occurs(part: Sequence[int], text: Sequence[int]) -> bool:
     )
 
 
-def earlier(text: Sequence[int]) -> int:
-    """Length of the longest suffix that also ends before the end; the two may overlap."""
+def repeated_suffix(text: Sequence[int]) -> int:
+    """Return the length of the longest suffix that also occurs earlier; both may overlap."""
     return max((n for n in range(1, len(text)) if occurs(text[-n:], text[:-1])), default=0)
 
 
-def common(tokens: Sequence[int], text: Sequence[int]) -> int:
-    """Length of the longest suffix of `tokens` that occurs in `text`."""
+def common_suffix(tokens: Sequence[int], text: Sequence[int]) -> int:
+    """Return the length of the longest suffix of `tokens` that occurs in `text`."""
     return max((n for n in range(1, len(tokens) + 1) if occurs(tokens[-n:], text)), default=0)
 
 
 def texts(letters: int, count: int, length: int) -> list[list[int]]:
-    """Random texts, some of which repeat pieces of themselves."""
-    chance, found = random.Random(letters), []
+    """Make random texts, some of which repeat pieces of themselves."""
+    generator, found = random.Random(letters), []
     for i in range(count):
-        text = chance.choices(range(letters), k=length)
+        text = generator.choices(range(letters), k=length)
         if i % 3 == 2:
-            piece = chance.choices(range(letters), k=5)
-            text = [t for _ in range(length) for t in (*piece, chance.randrange(letters))][:length]
+            piece = generator.choices(range(letters), k=5)
+            text = [t for _ in range(length) for t in (*piece, generator.randrange(letters))]
+            text = text[:length]
         found.append(text)
     return found
 
@@ -60,26 +59,26 @@ def texts(letters: int, count: int, length: int) -> list[list[int]]:
 
 @pytest.fixture(params=["native", "twin"], autouse=True)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the native automaton and with its twin."""
+    """Run each test with the native automaton and with its twin."""
     if request.param == "twin":
         monkeypatch.setattr(native, "library", lambda: None)
 
 
 @pytest.mark.parametrize("letters", [1, 2, 3, 40])
 def test_the_twin_has_the_same_matches(letters: int) -> None:
-    """Tokens one by one and in portions, of few letters and of many, and a cursor in another
-    text."""
-    chance = random.Random(letters)
+    """Tokens come one by one and in portions, and a cursor follows another text."""
+    generator = random.Random(letters)
     for _ in range(6):
         automaton, twin = SuffixAutomaton(), TwinAutomaton()
         place, expected = (0, 0), (0, 0)
         for _ in range(60):
-            tokens = [chance.randrange(-1, letters) for _ in range(chance.choice([0, 1, 1, 7]))]
+            count = generator.choice([0, 1, 1, 7])
+            tokens = [generator.randrange(-1, letters) for _ in range(count)]
             automaton.extend(tokens)
             for token in tokens:
                 twin.append(token)
             assert automaton.match == twin.match
-            other = [chance.randrange(letters + 1) for _ in range(chance.choice([1, 3]))]
+            other = [generator.randrange(letters + 1) for _ in range(generator.choice([1, 3]))]
             place = automaton.follow(*place, other)
             for token in other:
                 expected = twin.follow(*expected, token)
@@ -87,7 +86,7 @@ def test_the_twin_has_the_same_matches(letters: int) -> None:
 
 
 @pytest.mark.parametrize("letters", [1, 2, 3])
-def test_cursor_against_a_naive_search(letters: int) -> None:
+def test_a_cursor_finds_what_a_naive_search_finds(letters: int) -> None:
     for known, text in zip(texts(letters, 6, 40), texts(letters + 10, 6, 40), strict=True):
         text = [t % (letters + 1) for t in text]  # one letter more than the automaton has seen
         automaton = SuffixAutomaton()
@@ -95,27 +94,27 @@ def test_cursor_against_a_naive_search(letters: int) -> None:
         cursor = Cursor(automaton)
         for i, token in enumerate(text):
             cursor.follow([token])
-            assert cursor.length == common(text[: i + 1], known)
+            assert cursor.length == common_suffix(text[: i + 1], known)
             end = automaton.end(cursor.state) + 1
             assert known[end - cursor.length : end] == text[i + 1 - cursor.length : i + 1]
             assert cursor.continuation(4) == known[end : end + 4]
 
 
 @pytest.mark.parametrize("letters", [2, 3])
-def test_cursor_in_an_automaton_that_grows(letters: int) -> None:
-    """A request that is under way while others finish: what it claims to have matched, it has."""
-    chance = random.Random(letters)
+def test_a_cursor_in_a_growing_automaton_claims_only_true_matches(letters: int) -> None:
+    """This happens to a running request while others finish."""
+    generator = random.Random(letters)
     for _ in range(40):
         automaton, known, text = SuffixAutomaton(), [], []
         cursor = Cursor(automaton)
         for _ in range(30):
-            tokens = chance.choices(range(letters), k=chance.choice([0, 0, 1, 3]))
+            tokens = generator.choices(range(letters), k=generator.choice([0, 0, 1, 3]))
             automaton.extend(tokens)
             known += tokens
-            text.append(chance.randrange(letters))
+            text.append(generator.randrange(letters))
             cursor.follow(text[-1:])
             end = automaton.end(cursor.state) + 1
-            assert cursor.length <= common(text, known)
+            assert cursor.length <= common_suffix(text, known)
             assert known[end - cursor.length : end] == text[len(text) - cursor.length :]
 
 
@@ -127,27 +126,27 @@ def finish(proposer: Suffix, text: Sequence[int], tenant: str = "") -> None:
     proposer.close(7, text)
 
 
-def loop(tokens: Sequence[int], end: int, count: int) -> list[int]:
-    """`count` tokens that follow index `end`, the text going on with what is copied."""
-    whole = list(tokens)
+def copied(tokens: Sequence[int], end: int, count: int) -> list[int]:
+    """Copy the `count` tokens behind index `end`, of the text with the copy appended."""
+    text = list(tokens)
     for i in range(count):
-        whole.append(whole[end + 1 + i])
-    return whole[len(tokens) :]
+        text.append(text[end + 1 + i])
+    return text[len(tokens) :]
 
 
 @pytest.mark.parametrize("letters", [1, 2, 4])
 @pytest.mark.parametrize("shortest", [1, 2, 4])
-def test_own_text_against_a_naive_search(letters: int, shortest: int) -> None:
-    """As many tokens as have matched at most, however many arrive between two rounds."""
-    chance = random.Random(letters)
+def test_drafts_from_the_own_text_are_those_of_a_naive_search(letters: int, shortest: int) -> None:
+    """A draft has at most as many tokens as have matched; any number may arrive between rounds."""
+    generator = random.Random(letters)
     for text in texts(letters, 6, 50):
         proposer, end = Suffix(shortest), 0
         proposer.open(0, text)
         while end < len(text):
-            end = min(end + chance.randint(1, 5), len(text))
-            tokens, depth = text[:end], chance.randint(1, 8)
+            end = min(end + generator.randint(1, 5), len(text))
+            tokens, depth = text[:end], generator.randint(1, 8)
             drafted = propose(proposer, tokens, depth)
-            length = earlier(tokens)
+            length = repeated_suffix(tokens)
             count = min(depth, length) if length >= shortest else 0
             ends = [
                 i
@@ -156,7 +155,7 @@ def test_own_text_against_a_naive_search(letters: int, shortest: int) -> None:
             ]
             assert len(drafted) == count + 1
             assert drafted[0] == tokens[-1]
-            assert not count or any(drafted[1:] == loop(tokens, i, count) for i in ends)
+            assert not count or any(drafted[1:] == copied(tokens, i, count) for i in ends)
 
 
 def test_a_preempted_request_is_not_remembered() -> None:
@@ -168,7 +167,7 @@ def test_a_preempted_request_is_not_remembered() -> None:
     assert propose(proposer, [10, 11], slot=1) == [11]
 
 
-def test_the_longer_match_wins_and_the_own_text_where_they_are_equal() -> None:
+def test_the_longer_match_wins_and_the_own_text_wins_ties() -> None:
     proposer = Suffix()
     finish(proposer, [5, 1, 2, 7])
     finish(proposer, [3, 4, 8])
@@ -188,9 +187,9 @@ def test_a_match_never_spans_two_texts() -> None:
 
 
 def test_memory_is_bounded_by_two_generations() -> None:
-    memory, proposer, chance = 50, Suffix(memory=50), random.Random(6)
+    memory, proposer, generator = 50, Suffix(memory=50), random.Random(6)
     for _ in range(60):
-        finish(proposer, chance.choices(range(9), k=chance.randint(0, 120)))
+        finish(proposer, generator.choices(range(9), k=generator.randint(0, 120)))
         assert len(proposer.memories[""]) <= 2
         for automaton in proposer.memories[""]:
             assert len(automaton.text) <= memory + 1
@@ -205,7 +204,7 @@ def test_the_end_of_a_text_longer_than_the_memory_is_kept() -> None:
 
 
 def test_a_new_generation_in_the_middle_of_a_match() -> None:
-    """A request under way finds its place again in both generations."""
+    """A running request finds its position again in both generations."""
     proposer = Suffix(memory=8)
     finish(proposer, [1, 2, 3, 4, 5, 6])
     proposer.open(0, [])
@@ -218,7 +217,7 @@ def test_a_new_generation_in_the_middle_of_a_match() -> None:
     assert propose(proposer, [1, 2, 3, 4]) == [4]
 
 
-def test_forget_drops_what_was_finished() -> None:
+def test_forget_drops_finished_texts() -> None:
     proposer = Suffix(shortest=1)
     finish(proposer, [5, 6, 7, 8])
     proposer.forget()
@@ -229,14 +228,14 @@ def test_forget_drops_what_was_finished() -> None:
 # ---------------------------------------------------------------- tenants
 
 
-def test_a_tenant_drafts_from_its_own_memory_alone_and_says_so() -> None:
+def test_a_tenant_drafts_from_its_own_memory_alone_and_names_it() -> None:
     proposer = Suffix()
     finish(proposer, [1, 2, 3, 4, 5], "one")
     for slot, tenant in enumerate(("one", "two", "")):
         proposer.open(slot, [], tenant=tenant)
-    drafts = proposer.propose([row([1, 2], slot=slot) for slot in range(3)])
+    drafts = proposer.propose([make_request([1, 2], slot=slot) for slot in range(3)])
     assert [draft.tokens for draft in drafts] == [[2, 3, 4], [2], [2]]
-    assert drafts[0].sources == ["", MEMORY, MEMORY], "it is no copy of the request's own text"
+    assert drafts[0].sources == ["", MEMORY, MEMORY], "the source is not the request's own text"
 
 
 def test_all_memories_together_are_bounded_and_the_least_used_goes_first() -> None:
@@ -254,8 +253,8 @@ def test_all_memories_together_are_bounded_and_the_least_used_goes_first() -> No
 
 
 @pytest.mark.parametrize("shortest", [1, 2, 4])
-def test_it_knows_where_it_has_no_draft(shortest: int) -> None:
-    """Of this text and of those that have finished; asking changes no draft."""
+def test_has_draft_is_true_wherever_there_is_a_draft(shortest: int) -> None:
+    """Asking changes no draft, be it of this text or of finished ones."""
     found = set()
     asked, plain = Suffix(shortest), Suffix(shortest)
     for text in texts(3, 4, 40):
@@ -263,7 +262,7 @@ def test_it_knows_where_it_has_no_draft(shortest: int) -> None:
             suffix.open(0, text[:3])
         for end in range(3, len(text) + 1):
             has_draft = asked.has_draft(0, text[:end])
-            drafts = [suffix.propose([row(text[:end])])[0] for suffix in (asked, plain)]
+            drafts = [suffix.propose([make_request(text[:end])])[0] for suffix in (asked, plain)]
             assert drafts[0] == drafts[1] and (has_draft or len(drafts[0]) == 1)
             found.add(has_draft)
         for suffix in (asked, plain):
@@ -271,11 +270,11 @@ def test_it_knows_where_it_has_no_draft(shortest: int) -> None:
     assert found == {True, False}
 
 
-# References: an output is aligned with texts that came with the request, and finds its place again.
+# References: an output is aligned with texts that came with the request, and realigned after edits.
 
 
-def aligned(text: list[int], output: list[int], whole: bool = True) -> Alignment:
-    alignment = Alignment(Reference("prediction", tuple(text), 0, whole))
+def align(text: list[int], output: list[int], is_full: bool = True) -> Alignment:
+    alignment = Alignment(Reference("prediction", tuple(text), 0, is_full))
     for token in output:
         alignment.follow(token)
     return alignment
@@ -293,8 +292,8 @@ OVERLAPPING = [0x01000000, 0x00000000, 0x00000001, 7, 8, 0, 0, 1, 5]
         ([5, 6, 7, 8], [], 3, [5, 6, 7]),
         ([5, 6, 7, 8], [5, 6], 9, [7, 8]),
         ([5, 6], [5, 6], 9, []),
-        ([1, 2, 3, 4, 5], [1, 2, 9], 9, [4, 5]),  # one replaced token is taken in stride
-        (COUNT, [1, 2, 90, 91, 92, 3, 4], 2, [5, 6]),  # insertions and deletions are found again
+        ([1, 2, 3, 4, 5], [1, 2, 9], 9, [4, 5]),  # one replaced token is tolerated
+        (COUNT, [1, 2, 90, 91, 92, 3, 4], 2, [5, 6]),  # insertions and deletions are aligned again
         (COUNT, [1, 2, 6, 7], 2, [8]),
         (COUNT, [1, 2, 90, 91, 92], 2, []),
         (REPEATS, [1, 2, 10, 99, 98, 1, 2], 1, [20]),  # the nearest behind the last place
@@ -302,24 +301,23 @@ OVERLAPPING = [0x01000000, 0x00000000, 0x00000001, 7, 8, 0, 0, 1, 5]
         (OVERLAPPING, [8, 0, 0], 1, [1]),
     ],
 )
-def test_a_prediction_is_followed_and_found_again(
+def test_a_prediction_is_followed_and_realigned(
     text: list[int], output: list[int], count: int, follows: list[int]
 ) -> None:
-    assert aligned(text, output).continuation(count) == follows
+    assert align(text, output).continuation(count) == follows
 
 
 @pytest.mark.parametrize(
     ("output", "follows"), [([], []), ([9, 2], []), ([9, 2, 3], [4, 5]), ([9, 2, 3, 4], [5, 6, 7])]
 )
-def test_a_document_needs_agreement_and_gives_no_more_than_agreed(
+def test_a_document_drafts_no_more_tokens_than_have_matched(
     output: list[int], follows: list[int]
 ) -> None:
-    assert aligned(COUNT, output, whole=False).continuation(4) == follows
+    assert align(COUNT, output, is_full=False).continuation(4) == follows
 
 
-def test_a_place_is_always_behind_an_occurrence() -> None:
-    """Random edits of small vocabularies: wherever it stands, what was said last stands before
-    it."""
+def test_a_position_is_always_behind_an_occurrence_of_the_last_tokens() -> None:
+    """Texts of a small vocabulary are edited at random."""
     random.seed(1)
     for _ in range(300):
         text = [random.randrange(4) for _ in range(30)]
@@ -335,21 +333,21 @@ def test_a_place_is_always_behind_an_occurrence() -> None:
                 )
 
 
-def test_the_proposer_reads_its_lag_and_a_cascade_falls_through() -> None:
+def test_references_read_their_lag_and_the_next_proposer_takes_over() -> None:
     references = (Reference("prediction", (7, 8, 9), 3, True),)
-    cascade = InTurn((References(), NGram()))
+    in_turn = InTurn((References(), NGram()))
 
     def draft_of(tokens: list[int]) -> Draft:
         """The draft of the first part that has one."""
-        drafts = (part.propose([row(tokens)])[0] for part in cascade.parts)
+        drafts = (part.propose([make_request(tokens)])[0] for part in in_turn.parts)
         return next(draft for draft in drafts if len(draft) > 1)
 
-    cascade.open(0, [1, 2, 1], references)
+    in_turn.open(0, [1, 2, 1], references)
     draft = draft_of([1, 2, 1])
     assert (draft.tokens, draft.sources[1:]) == ([1, 7, 8, 9], ["prediction"] * 3)
     draft = draft_of([1, 2, 1, 2, 1])
     assert draft.sources[1] == "ngram" and draft.tokens[1] == 2
-    cascade.close(0)
-    cascade.open(0, [1, 2, 1, 7], references)  # after a preemption: prompt and output again
+    in_turn.close(0)
+    in_turn.open(0, [1, 2, 1, 7], references)  # after a preemption: prompt and output again
     assert draft_of([1, 2, 1, 7]).tokens == [7, 8, 9]
-    assert cascade.name == "reference+ngram"
+    assert in_turn.name == "reference+ngram"

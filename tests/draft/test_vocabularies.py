@@ -1,9 +1,8 @@
-"""What two vocabularies share is decided by bytes, however either writes its tokens; a text is the
-same in both.
+"""Two vocabularies share the tokens with the same bytes, in whatever notation, and texts are
+retokenized from one to the other.
 
-Protects: the map between byte-level tokens, SentencePiece's and single bytes; special tokens; that
-a text read piece by piece, in whatever pieces, is in the tokens that it has when it is read at
-once, and that what is settled stays."""
+Also tested: byte-level, SentencePiece and single-byte tokens, special tokens, that a text read in
+any pieces has the tokens of one read at once, and that settled tokens never change."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def test_shared_tokens_mean_the_same_bytes(kind: str) -> None:
     "text, target, drafter",
     [(" null", "Ġnull", "▁null"), ("\t", "ĉ", "<0x09>"), ("\x9f", "Ł", "<0x9F>"), ("e", "e", "e")],
 )
-def test_tokens_meet_however_they_are_written(text: str, target: str, drafter: str) -> None:
+def test_tokens_are_matched_in_any_notation(text: str, target: str, drafter: str) -> None:
     found, ours, theirs = shared("pieces"), words("target"), words("pieces")
     own, other = ours.tokenizer.vocabulary()[target], theirs.tokenizer.vocabulary()[drafter]
     assert ours.spellings[own] == theirs.spellings[other] == text.encode("latin-1")
@@ -65,31 +64,31 @@ def test_special_tokens_are_shared_by_their_text_alone() -> None:
     assert words("pieces").opening == [words("pieces").tokenizer.vocabulary()["<s>"]]
 
 
-def test_same_vocabularies_are_known_by_their_ids() -> None:
+def test_vocabularies_are_the_same_only_with_the_same_ids() -> None:
     assert same_tokens(tokenizer("target"), tokenizer("target"), 328)
     assert not same_tokens(tokenizer("target"), tokenizer("shuffled"), 328)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_go_across_to_the_tokens_that_mean_the_same(kind: str) -> None:
+def test_scores_are_mapped_to_the_shared_tokens(kind: str) -> None:
     found = shared(kind)
     scores = torch.randn(2, len(found.to_target))
-    across, others = found.to_target_scores(scores), found.unshared_scores(scores)
+    mapped, others = found.to_target_scores(scores), found.unshared_scores(scores)
     for token, own in enumerate(found.to_target):
         if own >= 0:
-            assert across[:, own].tolist() == scores[:, token].tolist()
+            assert mapped[:, own].tolist() == scores[:, token].tolist()
             assert torch.isneginf(others[:, token]).all()
         else:
             assert others[:, token].tolist() == scores[:, token].tolist()
     missing = [own for own, token in enumerate(found.to_draft) if token < 0]
-    assert torch.isneginf(across[:, missing]).all()
+    assert torch.isneginf(mapped[:, missing]).all()
 
 
 # ---------------------------------------------------------------- texts
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_is_in_the_tokens_that_the_drafter_would_give_it(kind: str) -> None:
+def test_a_text_has_the_tokens_of_the_drafter_s_tokenizer(kind: str) -> None:
     text = read_at_once(kind, ids(TEXT))
     assert text.tokens == tokenizer(kind).encode(TEXT)
     assert 0 < text.settled < len(text.tokens)
@@ -97,25 +96,23 @@ def test_a_text_is_in_the_tokens_that_the_drafter_would_give_it(kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", [TEXT, UNBROKEN], ids=["words", "unbroken"])
-def test_tokens_do_not_depend_on_how_the_text_came(kind: str, text: str) -> None:
-    """What stands is what was said to stand, and what was settled is never touched."""
-    chance, tokens, whole = random.Random(1), ids(text), RetokenizedText(shared(kind))
+def test_tokens_do_not_depend_on_the_pieces_that_were_read(kind: str, text: str) -> None:
+    """The tokens that `read` reports as unchanged are, and settled ones never change."""
+    generator, tokens, in_pieces = random.Random(1), ids(text), RetokenizedText(shared(kind))
     tokens[40:40] = [
         words("target").tokenizer.vocabulary()[special] for special in ("<pad>", "</s>", "<s>")
     ]
     at = 0
     while at < len(tokens):
-        at += chance.choice((0, 1, 1, 2, 3, 9, 40))
-        before, settled = list(whole.tokens), whole.settled
-        stands = whole.read(tokens[:at])
-        assert settled <= stands <= min(len(before), len(whole.tokens)) and settled <= whole.settled
-        assert before[:stands] == whole.tokens[:stands]
-        twin = read_at_once(kind, tokens[:at])
-        assert (whole.tokens, whole.settled, whole.pending) == (
-            twin.tokens,
-            twin.settled,
-            twin.pending,
-        )
+        at += generator.choice((0, 1, 1, 2, 3, 9, 40))
+        before, settled = list(in_pieces.tokens), in_pieces.settled
+        unchanged = in_pieces.read(tokens[:at])
+        assert settled <= unchanged <= min(len(before), len(in_pieces.tokens))
+        assert settled <= in_pieces.settled
+        assert before[:unchanged] == in_pieces.tokens[:unchanged]
+        at_once = read_at_once(kind, tokens[:at])
+        for field in ("tokens", "settled", "pending"):
+            assert getattr(in_pieces, field) == getattr(at_once, field)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,28 +126,27 @@ def test_bytes_of_an_unfinished_character_are_held_back(kind: str) -> None:
     assert not text.pending and tokenizer(kind).decode(text.tokens) == "so 👍"
 
 
-def test_an_opening_that_the_text_brings_along_is_not_doubled() -> None:
+def test_a_beginning_of_text_token_is_not_doubled() -> None:
     begin = words("target").tokenizer.vocabulary()["<s>"]
-    assert read_at_once("pieces", [begin, *ids("the name")]).tokens == tokenizer("pieces").encode(
-        "the name"
-    )
+    text = read_at_once("pieces", [begin, *ids("the name")])
+    assert text.tokens == tokenizer("pieces").encode("the name")
 
 
-# ---------------------------------------------------------------- and back
+# ---------------------------------------------------------------- back to the target's tokens
 
 
 @pytest.mark.parametrize(
     "text, follows", [("the name", " is green"), ('{"na', 'me":'), ("x 👍", " and"), ("1", "2 3")]
 )
-def test_what_follows_is_spelled_as_it_stands(text: str, follows: str) -> None:
+def test_a_continuation_has_tokens_of_exactly_its_bytes(text: str, follows: str) -> None:
     target = words("target")
     before = context_bytes(target, ids(text))
     tokens = tokens_behind(target, before, before + follows.encode())
     assert b"".join(target.spellings[token] for token in tokens) == follows.encode()
 
 
-def test_a_token_that_reaches_back_is_spelled_by_itself() -> None:
-    """The text ends within a word: its rest is proposed, not the word."""
+def test_a_token_that_reaches_back_into_the_text_is_split() -> None:
+    """If the text ends within a word, the rest of the word is proposed."""
     target = words("target")
     assert len(ids('"name"')) < len(ids('"na')) + len(ids('me"'))
     tokens = tokens_behind(target, b'"na', b'"name"')

@@ -1,8 +1,8 @@
-"""Reference twins of draft heads, written from papers and files: no cache, no chunks, no trees,
-everything computed anew for each path.
+"""Reference implementations ("twins") of draft heads, written from papers and files: no cache, no
+chunks, no trees, everything computed anew for each path.
 
 A head that reads the states of the wrong position or layer, or keeps keys of drafted tokens, still
-drafts, only worse: so logits are compared with these, node by node."""
+drafts, only worse, so tests compare logits with these, node by node."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def target(family: str = "llama") -> TargetView:
 
 @functools.cache
 def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Tensor:
-    """The target's states of each token, side by side, from one pass over the whole text. [T, n *
-    H]"""
+    """Return the target's states of each token, side by side, from one forward pass. [T, n * H]"""
     states = features_of(tiny.decoder(tiny.family("llama")), tokens, aux_hidden_layers)
     return torch.cat([states[layer] for layer in aux_hidden_layers], -1)
 
@@ -39,7 +38,7 @@ def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Te
 def features_of(
     decoder: Any, tokens: Sequence[int], aux_hidden_layers: Sequence[int]
 ) -> dict[int, Tensor]:
-    """A target's states of each token by layer, from one pass over the whole text."""
+    """Return a target's states of each token by layer, from one forward pass."""
     runner = Runner(decoder, tokens=256, page=256, slots=1)
     runner.cache.pages.grow(0, len(tokens))
     segment = Segment.chain(0, list(tokens))
@@ -68,7 +67,7 @@ class Twin:
         self.cos, self.sin = rope_tables(layer, layer.ropes[0], 300, torch.float64)
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        """Return logits over the target's vocabulary after the path; states are known from `first`."""
+        """Return the target-vocabulary logits after the path; states are known from `first` on."""
         raise NotImplementedError
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -81,13 +80,13 @@ class Twin:
         own = self.w.get("embed_tokens.weight")
         return self.view.embed(torch.tensor(ids)).double() if own is None else own[ids]
 
-    def over_target_vocab(self, said: Tensor) -> Tensor:
+    def over_target_vocab(self, logits: Tensor) -> Tensor:
         """Spread logits over the target's vocabulary. [.., V]"""
-        ids = torch.arange(said.shape[-1]) + self.w.get(
-            "d2t", torch.zeros(said.shape[-1], dtype=torch.int64)
+        ids = torch.arange(logits.shape[-1]) + self.w.get(
+            "d2t", torch.zeros(logits.shape[-1], dtype=torch.int64)
         )
-        full = torch.full((*said.shape[:-1], self.view.vocab), -torch.inf, dtype=torch.float64)
-        full[..., ids] = said
+        full = torch.full((*logits.shape[:-1], self.view.vocab), -torch.inf, dtype=torch.float64)
+        full[..., ids] = logits
         return full
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -96,17 +95,17 @@ class Twin:
         cos, sin = self.cos[positions], self.sin[positions]
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> Tensor:
-        """q, k: rotated; unseen [T, K]: what each may not look at. [T, heads * D]"""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, masked: Tensor) -> Tensor:
+        """q, k: rotated; masked [T, K]: keys that a query may not attend to. [T, heads * D]"""
         heads = []
         for h in range(self.c.heads):
             shared = h // (self.c.heads // self.c.kv_heads)
             scores = q[:, h] @ k[:, shared].T / self.c.head_dim**0.5
-            heads.append(scores.masked_fill(unseen, -torch.inf).softmax(-1) @ v[:, shared])
+            heads.append(scores.masked_fill(masked, -torch.inf).softmax(-1) @ v[:, shared])
         return torch.cat(heads, 1)
 
     def attention(self, x: Tensor, at: str = "layers.0.", window: int | None = None) -> Tensor:
-        """Each position over itself and those before it, as far as a window reaches."""
+        """Attend from each position to itself and those before it within the window."""
         own, positions = f"{at}self_attn.", torch.arange(len(x))
         q, k, v = (
             self.product(x, f"{own}{n}_proj").view(len(x), -1, self.c.head_dim) for n in "qkv"
@@ -114,9 +113,9 @@ class Twin:
         if self.c.qk_norm:
             q, k = self.norm(q, f"{own}q_norm"), self.norm(k, f"{own}k_norm")
         distance = positions[:, None] - positions[None]
-        unseen = (distance < 0) | (distance >= (window or len(x)))
+        masked = (distance < 0) | (distance >= (window or len(x)))
         return self.product(
-            self.attend(self.rotate(q, positions), self.rotate(k, positions), v, unseen),
+            self.attend(self.rotate(q, positions), self.rotate(k, positions), v, masked),
             f"{own}o_proj",
         )
 
@@ -461,8 +460,8 @@ class FirstLayerTwin:
         distance = positions[:, None] - positions
         has_windows = self.windowed and hasattr(self.config, "layer_types")
         window = self.config.sliding_window if has_windows else None
-        seen = (distance >= 0) & (distance < (window or len(ids)))
-        mask = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, -torch.inf)
+        visible = (distance >= 0) & (distance < (window or len(ids)))
+        mask = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, -torch.inf)
         out = self.layer(
             x,
             attention_mask=mask[None, None],
@@ -502,7 +501,7 @@ class BlockTwin(Twin):
         return self.norm(x, "norm")
 
     def block_attention(self, i: int, x: Tensor, context: Tensor, positions: Tensor) -> Tensor:
-        """Let the slots x see all context and one another, as far as no window says otherwise."""
+        """Attend from the slots x to all context and one another, unless a window forbids it."""
         c = self.c
         own = f"layers.{i}.self_attn."
         both = torch.cat((context, x))
@@ -513,11 +512,11 @@ class BlockTwin(Twin):
             q, k = self.norm(q, f"{own}q_norm"), self.norm(k, f"{own}k_norm")
         slots, keys = torch.arange(len(x))[:, None], torch.arange(len(both))[None]
         window = c.windows[i]
-        unseen = keys < (start - window if window else 0)
+        masked = keys < (start - window if window else 0)
         if window and self.config.window_causal:
-            unseen = unseen | (keys > start + slots)
+            masked = masked | (keys > start + slots)
         q, k = self.rotate(q, positions[start:]), self.rotate(k, positions)
-        return self.product(self.attend(q, k, v, unseen), f"{own}o_proj")
+        return self.product(self.attend(q, k, v, masked), f"{own}o_proj")
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
         c, outputs = self.config, self.outputs(tokens, first)
@@ -537,8 +536,7 @@ class BlockTwin(Twin):
         return float(self.product(read, "confidence_head.proj").sigmoid())
 
     def markov_bias(self, outputs: Tensor, tokens: tuple[int, ...]) -> Tensor:
-        """Return the Markov head's bias: outputs [slots up to this one, Hd], the last of `tokens`
-        stands before this slot."""
+        """Return the Markov head's bias: outputs [slots up to this one, Hd], `tokens` before it."""
         kind, table = self.config.markov.kind, self.w["markov_head.markov_w1.weight"]
         known, rank = table[tokens[-1]], table.shape[1]
         if kind == "gated":

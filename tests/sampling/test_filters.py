@@ -1,9 +1,8 @@
-"""Every sampling parameter does what it says, at every node of every draft, whatever else is in the
-batch.
+"""Sampling parameters act as documented, at every node of every draft, in any batch.
 
-The reference below is written from the documentation of `SamplingParams`, in plain Python, for one
-position with the text that would stand before it. A filter that looks at the wrong prefix, or at
-its neighbours in the batch, makes speculation change the output; that must never happen.
+The reference below follows the documentation of `SamplingParams`, in plain Python, for one position
+and its prefix. A filter that reads the wrong prefix, or its neighbours in the batch, would make
+speculation change the output.
 """
 
 import math
@@ -26,7 +25,7 @@ VOCAB, PROMPT, ENDS = 12, [1, 2, 2, 7], [3, 9]
 
 
 def reference(logits, params, output):
-    """The distribution of the next token after `output`: {token: probability}, forbidden tokens left out."""
+    """Return {token: probability} of the tokens that may follow `output`."""
     scores = {token: float(x) for token, x in enumerate(logits)}
     for token, amount in params.logit_bias.items():
         scores[token] += amount
@@ -44,43 +43,43 @@ def reference(logits, params, output):
         ranked = [
             t for t in ranked if scores[t] >= scores[ranked[min(params.top_k, len(ranked)) - 1]]
         ]
-    law = normalised(
+    probs = normalised(
         {t: math.exp((scores[t] - scores[ranked[0]]) / params.temperature) for t in ranked}
     )
     if params.top_p < 1:
-        law = nucleus(law, params.top_p)
-    return normalised({t: x for t, x in law.items() if x >= params.min_p * max(law.values())})
+        probs = nucleus(probs, params.top_p)
+    return normalised({t: x for t, x in probs.items() if x >= params.min_p * max(probs.values())})
 
 
 def normalised(weights):
     return {token: weight / sum(weights.values()) for token, weight in weights.items()}
 
 
-def nucleus(law, top_p):
-    """The likeliest tokens up to the one with which their sum reaches top_p."""
-    kept, reached = {}, 0.0
-    for token, chance in law.items():
-        if reached >= top_p:
+def nucleus(probs, top_p):
+    """Keep the most likely tokens up to the one with which their sum reaches top_p."""
+    kept, total = {}, 0.0
+    for token, prob in probs.items():
+        if total >= top_p:
             break
-        kept[token] = chance
-        reached += chance
+        kept[token] = prob
+        total += prob
     return kept
 
 
-def started(params, output=()):
-    """The state of a request that has produced `output`."""
+def state_after(params, output=()):
+    """Return the sampling state of a request that has produced `output`."""
     state = SamplingState(params, PROMPT, ENDS)
     for token in output:
         state.append(token)
     return state
 
 
-def random_draft(dice, kind):
-    draft = Draft.root(dice.randrange(VOCAB))
+def random_draft(generator, kind):
+    draft = Draft.root(generator.randrange(VOCAB))
     for node in range({"root": 0, "chain": 5, "tree": 9}[kind]):
-        draft.add(
-            dice.randrange(VOCAB), node if kind == "chain" else dice.randrange(len(draft)), "toy"
-        )
+        token = generator.randrange(VOCAB)
+        parent = node if kind == "chain" else generator.randrange(len(draft))
+        draft.add(token, parent, "toy")
     return draft
 
 
@@ -89,12 +88,12 @@ def random_logits(seed, *shape):
 
 
 def probs_of(scores):
-    """{token: probability} of one row of scores."""
-    chances = scores.double().softmax(-1)
-    return {t: chances[t].item() for t in torch.nonzero(scores > -math.inf).ravel().tolist()}
+    """Return {token: probability} of one row of scores."""
+    probs = scores.double().softmax(-1)
+    return {t: probs[t].item() for t in torch.nonzero(scores > -math.inf).ravel().tolist()}
 
 
-def assert_same_law(scores, expected):
+def assert_same_distribution(scores, expected):
     got = probs_of(scores)
     assert got.keys() == expected.keys()
     assert all(got[t] == pytest.approx(expected[t], rel=2e-5) for t in expected)
@@ -145,36 +144,37 @@ FILTERS = {
 @pytest.mark.parametrize("kind", ["root", "chain", "tree"])
 @pytest.mark.parametrize("name", FILTERS)
 def test_filters_equal_the_reference_at_every_node(name, kind):
-    params, dice = SamplingParams.pure(**FILTERS[name]), random.Random(name)
+    params, generator = SamplingParams.pure(**FILTERS[name]), random.Random(name)
     for seed in range(6):
-        draft, output = random_draft(dice, kind), dice.choices(range(VOCAB), k=dice.randrange(5))
+        draft = random_draft(generator, kind)
+        output = generator.choices(range(VOCAB), k=generator.randrange(5))
         logits = random_logits(seed, len(draft), VOCAB)
-        scores = filter_logits(logits, [draft], [started(params, output)])
+        scores = filter_logits(logits, [draft], [state_after(params, output)])
         for node in range(len(draft)):
             path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
-            assert_same_law(scores[node], reference(logits[node], params, output + path))
+            assert_same_distribution(scores[node], reference(logits[node], params, output + path))
 
 
 @pytest.mark.parametrize("only", [*FILTERS, None])
 def test_tokens_are_drawn_from_the_filtered_scores(only):
-    """With each parameter alone, some without scores, and with all in one batch."""
-    dice = random.Random(3)
+    """Each parameter alone, of which some are drawn without scores, and all in one batch."""
+    generator = random.Random(3)
     settings = [SamplingParams.pure(**FILTERS[name]) for name in ([only] * 3 if only else FILTERS)]
-    drafts = [random_draft(dice, "tree") for _ in settings]
-    states = [started(p, [5, 5, 2]) for p in settings]
+    drafts = [random_draft(generator, "tree") for _ in settings]
+    states = [state_after(p, [5, 5, 2]) for p in settings]
     logits = random_logits(2, sum(map(len, drafts)), VOCAB)
     keys = [rng.stream(5, rng.Lane.TARGET, i) for i in range(len(logits))]
-    twin = rng.gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
-    assert draw_tokens(logits, drafts, states, keys) == twin
+    expected = rng.gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
+    assert draw_tokens(logits, drafts, states, keys) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [VOCAB, 1000])
 def test_rows_do_not_depend_on_the_batch(vocab, dtype):
-    """Bit for bit: the same request alone, in a batch, and in that batch the other way round."""
-    dice = random.Random(1)
-    states = [started(SamplingParams.pure(**options), [5, 5, 2]) for options in FILTERS.values()]
-    drafts = [random_draft(dice, "tree") for _ in states]
+    """Scores are equal to the bit for a request alone, in a batch and in the reversed batch."""
+    generator = random.Random(1)
+    states = [state_after(SamplingParams.pure(**each), [5, 5, 2]) for each in FILTERS.values()]
+    drafts = [random_draft(generator, "tree") for _ in states]
     logits = [random_logits(i, len(draft), vocab).to(dtype) for i, draft in enumerate(drafts)]
     alone = [filter_logits(x, [d], [s]) for x, d, s in zip(logits, drafts, states, strict=True)]
     assert all(scores.dtype == dtype for scores in alone)
@@ -185,26 +185,26 @@ def test_rows_do_not_depend_on_the_batch(vocab, dtype):
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_draft_is_filtered_as_one_token_after_the_other(name):
-    """Bit for bit: each node of a tree equals plain decoding that has committed the node's path."""
-    params, dice = SamplingParams.pure(**FILTERS[name]), random.Random(2)
-    draft, output = random_draft(dice, "tree"), [4, 4, 0]
+def test_filtering_a_draft_equals_filtering_token_by_token(name):
+    """Each node of a tree equals, to the bit, plain decoding that has committed the node's path."""
+    params, generator = SamplingParams.pure(**FILTERS[name]), random.Random(2)
+    draft, output = random_draft(generator, "tree"), [4, 4, 0]
     logits = random_logits(3, len(draft), VOCAB)
-    scores = filter_logits(logits, [draft], [started(params, output)])
+    scores = filter_logits(logits, [draft], [state_after(params, output)])
     for node in range(len(draft)):
         path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
         plain = filter_logits(
             logits[node : node + 1],
             [Draft.root(draft.tokens[node])],
-            [started(params, output + path)],
+            [state_after(params, output + path)],
         )
         assert torch.equal(scores[node], plain[0])
 
 
-def test_logits_and_states_are_left_alone():
+def test_filtering_changes_neither_logits_nor_states():
     params = SamplingParams.pure(**FILTERS["everything"])
     logits = random_logits(4, 6, VOCAB)
-    state = started(params, [4])
+    state = state_after(params, [4])
     draft = random_draft(random.Random(3), "chain")
     before = logits.clone()
     filter_logits(logits, [draft], [state])
@@ -212,20 +212,20 @@ def test_logits_and_states_are_left_alone():
     assert (state.produced, state.output_counts, state.prompt_tokens) == (1, {4: 1}, set(PROMPT))
 
 
-def shaped(values, dtype=torch.float32, **options):
-    """The tokens kept of one row, and its scores."""
+def shape_row(values, dtype=torch.float32, **options):
+    """Return the tokens kept of one row, and its scores."""
     scores = shape_scores(
         torch.tensor([values], dtype=dtype), [SamplingParams.pure(**options).sampling]
     )[0]
     return torch.nonzero(scores > -math.inf).ravel().tolist(), scores
 
 
-def logs(*chances):
-    return [math.log(x) if x else -math.inf for x in chances]
+def logs(*probs):
+    return [math.log(x) if x else -math.inf for x in probs]
 
 
 @pytest.mark.parametrize("vocab", [3, 100, 5000])
-def test_greedy_takes_the_lowest_of_equals(vocab):
+def test_greedy_takes_the_lowest_id_of_equally_likely_tokens(vocab):
     logits = torch.zeros(4, vocab)
     logits[1:, -2:] = 1.0
     logits[2, 1] = logits[3, 0] = 1.0
@@ -245,8 +245,8 @@ def test_greedy_takes_the_lowest_of_equals(vocab):
         (9, list(range(6))),
     ],
 )
-def test_top_k_keeps_ties_at_the_border(k, kept):
-    assert shaped([2.0, 3.0, 1.0, 2.0, 0.5, 2.0], temperature=1.0, top_k=k)[0] == kept
+def test_top_k_keeps_ties_at_the_boundary(k, kept):
+    assert shape_row([2.0, 3.0, 1.0, 2.0, 0.5, 2.0], temperature=1.0, top_k=k)[0] == kept
 
 
 @pytest.mark.parametrize(
@@ -260,17 +260,17 @@ def test_top_k_keeps_ties_at_the_border(k, kept):
         (0.99, [0, 1, 2, 3]),
     ],
 )
-def test_top_p_at_its_borders(top_p, kept):
-    """The set ends with the token that reaches top_p; of equals the lowest ids are kept."""
-    assert shaped(logs(0.5, 0.25, 0.125, 0.125), temperature=1.0, top_p=top_p)[0] == kept
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
+    """Of equally likely tokens the lowest ids are kept."""
+    assert shape_row(logs(0.5, 0.25, 0.125, 0.125), temperature=1.0, top_p=top_p)[0] == kept
 
 
 @pytest.mark.parametrize(
-    "chances", [(0.5, 0.5, 0.0), (1.0, 1e-30, 1e-40), (0.9999999, 1e-8, 1e-9)], ids=str
+    "probs", [(0.5, 0.5, 0.0), (1.0, 1e-30, 1e-40), (0.9999999, 1e-8, 1e-9)], ids=str
 )
-def test_top_p_of_1_never_cuts(chances):
-    """Not even beside a row that is cut, and not where the sum rounds to 1 early."""
-    logits = torch.tensor([logs(*chances), logs(*chances)])
+def test_top_p_of_1_never_removes_tokens(probs):
+    """This holds beside a row that is filtered, and where the sum rounds to 1 early."""
+    logits = torch.tensor([logs(*probs), logs(*probs)])
     scores = shape_scores(logits, [Sampling(1.0), Sampling(1.0, top_p=0.5)])
     assert torch.equal(scores[0], logits[0] - logits[0].max())
     assert probs_of(scores[1]).keys() == {0}
@@ -278,13 +278,13 @@ def test_top_p_of_1_never_cuts(chances):
 
 @pytest.mark.parametrize("top_p", [1e-3, 1e-30, 1e-46, 1e-300])
 def test_top_p_keeps_at_least_one_token(top_p):
-    assert shaped([1.0, 3.0, 2.0], temperature=1.0, top_p=top_p)[0] == [1]
+    assert shape_row([1.0, 3.0, 2.0], temperature=1.0, top_p=top_p)[0] == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("min_p", [0.05, 0.1, 0.25, 0.3, 0.5, 0.6, 0.7, 0.9])
-def test_min_p_keeps_the_token_at_its_border(min_p, dtype):
-    kept, _ = shaped(
+def test_min_p_keeps_the_token_at_its_boundary(min_p, dtype):
+    kept, _ = shape_row(
         [0.0, math.log(min_p), math.log(min_p) - 1e-5], dtype, temperature=1.0, min_p=min_p
     )
     assert kept == [0, 1]
@@ -292,18 +292,18 @@ def test_min_p_keeps_the_token_at_its_border(min_p, dtype):
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-38, 1e-46, 1e-300])
 def test_a_temperature_near_0_is_greedy(temperature):
-    """Not infinite and not NaN: a row that is either says a wrong token."""
-    scores = shaped([1.0, 30.0, 20.0, -4.0], temperature=temperature)[1]
-    chances = scores.double().softmax(-1)
-    assert chances.isfinite().all()
-    assert chances.argmax() == 1 and chances[1] > 0.999
+    """Scores that become infinite or NaN would give a wrong token."""
+    scores = shape_row([1.0, 30.0, 20.0, -4.0], temperature=temperature)[1]
+    probs = scores.double().softmax(-1)
+    assert probs.isfinite().all()
+    assert probs.argmax() == 1 and probs[1] > 0.999
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(3))
-def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
-    """What is kept from step to step is what would be counted anew, bit by bit."""
-    chance = random.Random(seed)
+def test_incremental_penalties_equal_those_of_counts_made_anew(seed, dtype):
+    """Counts that are kept from step to step give the same scores to the bit."""
+    generator = random.Random(seed)
     params = SamplingParams(
         temperature=1.0,
         repetition_penalty=1.3,
@@ -311,10 +311,10 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
         frequency_penalty=-0.3,
         logit_bias={3: 2.5},
     )
-    state, output = started(params), []
+    state, output = state_after(params), []
     for _ in range(40):
-        draft = random_draft(chance, "tree")
-        logits = random_logits(chance.randrange(1000), len(draft), VOCAB).to(dtype)
+        draft = random_draft(generator, "tree")
+        logits = random_logits(generator.randrange(1000), len(draft), VOCAB).to(dtype)
         expected = logits.clone()
         expected[:, 3] += 2.5
         for node in range(len(draft)):
@@ -329,7 +329,7 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
             filter_logits(logits, [draft], [state]),
             shape_scores(expected, [params.sampling] * len(draft)),
         )
-        for token in chance.choices(range(VOCAB), k=chance.randint(0, 5)):
+        for token in generator.choices(range(VOCAB), k=generator.randint(0, 5)):
             state.append(token)
             output.append(token)
 
@@ -338,35 +338,34 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
     "top_k, top_p, min_p", [(1, 1.0, 0.0), (5, 0.7, 0.05), (40, 0.95, 0.05), (3, 1.0, 0.3)]
 )
 @pytest.mark.parametrize("rows", ["any", "ties", "few are allowed", "one is allowed"])
-def test_selecting_the_likeliest_is_the_same_as_sorting_all(rows, top_k, top_p, min_p):
-    """Sorting a vocabulary is slow: the likeliest are selected, with their ties."""
+def test_selecting_the_most_likely_tokens_equals_sorting_all(rows, top_k, top_p, min_p):
+    """Sorting a vocabulary is slow, so the most likely tokens are selected, with their ties."""
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(4, 300, generator=generator)
     if rows == "ties":
         scores = (scores * 2).round()
     if "allowed" in rows:
         scores[:, 1 if rows == "one is allowed" else 20 :] = -math.inf
-    selected, every = (
-        cut(scores, top_k, top_p, min_p) for cut in (draw._filter, draw._filter_sorted)
-    )
-    assert torch.equal(torch.isneginf(selected), torch.isneginf(every))
-    assert torch.equal(selected, every)
+    selected = draw._filter(scores, top_k, top_p, min_p)
+    expected = draw._filter_sorted(scores, top_k, top_p, min_p)
+    assert torch.equal(torch.isneginf(selected), torch.isneginf(expected))
+    assert torch.equal(selected, expected)
     assert all(
-        torch.equal(draw._filter(row[None], top_k, top_p, min_p)[0], whole)
-        for row, whole in zip(scores, selected, strict=True)
+        torch.equal(draw._filter(row[None], top_k, top_p, min_p)[0], in_batch)
+        for row, in_batch in zip(scores, selected, strict=True)
     )
 
 
 def test_top_k_does_not_bring_back_forbidden_tokens():
-    assert shaped([1.0, -math.inf, 0.0, -math.inf], temperature=1.0, top_k=3)[0] == [0, 2]
+    assert shape_row([1.0, -math.inf, 0.0, -math.inf], temperature=1.0, top_k=3)[0] == [0, 2]
 
 
-def test_top_p_keeps_the_lowest_ids_of_many_equals():
-    assert shaped([0.5] * 4096, temperature=1.0, top_p=0.25)[0] == list(range(1024))
+def test_top_p_keeps_the_lowest_ids_of_many_equally_likely_tokens():
+    assert shape_row([0.5] * 4096, temperature=1.0, top_p=0.25)[0] == list(range(1024))
 
 
 class _FixedGrammar:
-    """Allows tokens by the depth of a node: every second, every third, .."""
+    """A grammar that allows every second token at depth 0, every third one at depth 1, ..."""
 
     def masks(self, draft):
         masks = []
@@ -379,8 +378,8 @@ class _FixedGrammar:
 @pytest.mark.skipif(native.library() is None, reason="needs the native kernels")
 @pytest.mark.parametrize("min_tokens", [0, 3])
 def test_a_grammar_forbids_the_same_tokens_within_the_native_draw(monkeypatch, min_tokens):
-    """Beside a request without a grammar, and with what only torch can do besides."""
-    chance = torch.Generator().manual_seed(3)
+    """A request without a grammar is in the batch; only torch applies `min_tokens`."""
+    generator = torch.Generator().manual_seed(3)
     drafts = [Draft.chain(1, [2, 4], "x"), Draft.chain(5, [6], "x")]
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, min_tokens=min_tokens, top_k=0, top_p=1.0)
@@ -389,7 +388,7 @@ def test_a_grammar_forbids_the_same_tokens_within_the_native_draw(monkeypatch, m
             SamplingState(params, PROMPT, ENDS),
         ]
         for seed in range(40):
-            logits = torch.randn(5, VOCAB, generator=chance) * 2
+            logits = torch.randn(5, VOCAB, generator=generator) * 2
             keys = [rng.stream(seed, rng.Lane.TARGET, i) for i in range(5)]
             with monkeypatch.context() as patched:
                 patched.setattr(filters, "takes_masks", lambda logits: False)

@@ -1,9 +1,8 @@
-"""Grammars: what may stand after every node of a tree, what is forced, what is pruned, and every
-refusal in time.
+"""Grammars: allowed, forced and pruned tokens at every node of a tree, and refusals in time.
 
-The twin is llguidance itself, used plainly: a fresh matcher for each place, its tokens consumed one
-by one, with the tokenizer's own end-of-text token. What `Matcher` finds by going back and forth in
-one matcher must equal that."""
+The reference is llguidance itself: a fresh matcher for each prefix consumes its tokens one by one,
+with the tokenizer's own end-of-text token. `Matcher` must find the same while it moves back and
+forth in one matcher."""
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, VOCAB, [END])
 
 
-class Twin:
-    """What a grammar allows after some tokens, from a fresh matcher each time."""
+class Reference:
+    """Finds what a grammar allows after some tokens, with a fresh matcher each time."""
 
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer) -> None:
         text = (tokenizer.path / "tokenizer.json").read_text()
@@ -88,7 +87,7 @@ class Twin:
         self.source = grammar.source()
 
     def allowed(self, tokens: Sequence[int]) -> set[int]:
-        """Empty where the tokens are not allowed themselves, or end the text."""
+        """Return the allowed next tokens: none if `tokens` are not allowed, or end the text."""
         matcher = llguidance.LLMatcher(self.tokens, self.source, log_level=0)
         for token in tokens:
             if token == END or token not in bits(matcher.compute_bitmask()):
@@ -102,22 +101,26 @@ def bits(packed: bytes) -> set[int]:
     return set(np.flatnonzero(unpacked).tolist())
 
 
-def opened(compiler: GrammarCompiler, grammar: Grammar, ends: Sequence[int] = (END,)) -> Matcher:
+def open_matcher(
+    compiler: GrammarCompiler, grammar: Grammar, ends: Sequence[int] = (END,)
+) -> Matcher:
     matcher = compiler.matcher(grammar, ends)
     assert matcher is not None
     return matcher
 
 
-def random_tree(dice: random.Random, twin: Twin, text: list[int], nodes: int = 9) -> Draft:
-    """A tree below a text, most of whose nodes are allowed: otherwise no path would be long."""
+def random_tree(
+    generator: random.Random, reference: Reference, text: list[int], nodes: int = 9
+) -> Draft:
+    """Make a tree of mostly allowed nodes, so that it has long paths."""
     draft = Draft.root(0)
     while len(draft) < nodes:
-        parent = dice.choice([len(draft) - 1, dice.randrange(len(draft))])
-        allowed = twin.allowed(text + path_to(draft, parent))
-        token = dice.randrange(VOCAB)
-        if allowed and dice.random() < 0.8:
-            token = dice.choice(sorted(allowed))
-        draft.add(token, parent, dice.choice(["one", "two"]))
+        parent = generator.choice([len(draft) - 1, generator.randrange(len(draft))])
+        allowed = reference.allowed(text + path_to(draft, parent))
+        token = generator.randrange(VOCAB)
+        if allowed and generator.random() < 0.8:
+            token = generator.choice(sorted(allowed))
+        draft.add(token, parent, generator.choice(["one", "two"]))
     return draft
 
 
@@ -131,32 +134,33 @@ def path_to(draft: Draft, node: int) -> list[int]:
 def test_masks_pruning_and_forced_tokens_on_trees(
     name: str, seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """A tree a step, asked in any order, with commits that follow the tree or leave it."""
-    dice = random.Random(seed)
-    twin = Twin(GRAMMARS[name], tokenizer)
-    matcher = opened(compiler, GRAMMARS[name])
+    """Each step asks about a tree in any order and commits a path of it or another token."""
+    generator = random.Random(seed)
+    reference = Reference(GRAMMARS[name], tokenizer)
+    matcher = open_matcher(compiler, GRAMMARS[name])
     text: list[int] = []
     for _ in range(25):
-        draft = random_tree(dice, twin, text)
-        allowed = [twin.allowed(text + path_to(draft, node)) for node in range(len(draft))]
+        draft = random_tree(generator, reference, text)
+        allowed = [reference.allowed(text + path_to(draft, node)) for node in range(len(draft))]
         valid = [
             node
             for node in range(len(draft))
             if all(draft.tokens[i] in allowed[draft.parents[i]] for i in draft.path_to(node)[1:])
         ]
-        for question in dice.sample(["masks", "prune", "forced", "state"], dice.randrange(5)):
+        questions = ["masks", "prune", "forced", "state"]
+        for question in generator.sample(questions, generator.randrange(5)):
             if question == "masks":
                 check_masks(matcher, draft, allowed)
             elif question == "prune":
                 check_pruned(matcher.prune(draft), draft, valid)
             elif question == "forced":
-                check_forced(matcher.forced(6), twin, text)
+                check_forced(matcher.forced(6), reference, text)
             else:
                 assert matcher.accepting == (END in allowed[0])
                 assert matcher.stopped == (allowed[0] == {END})
-        path = path_to(draft, dice.choice(valid))
-        last = twin.allowed(text + path)
-        for token in [*path, *([dice.choice(sorted(last))] if last else [])]:
+        path = path_to(draft, generator.choice(valid))
+        last = reference.allowed(text + path)
+        for token in [*path, *([generator.choice(sorted(last))] if last else [])]:
             matcher.advance(token)
             text.append(token)
         if text and text[-1] == END:
@@ -171,17 +175,17 @@ def check_masks(matcher: Matcher, draft: Draft, allowed: list[set[int]]) -> None
 
 
 def check_pruned(pruned: Draft, draft: Draft, valid: list[int]) -> None:
-    """Exactly the valid nodes, in their order, below the parents they had."""
+    """Check that exactly the valid nodes are left, in order, with their parents."""
     assert pruned.tokens == [draft.tokens[i] for i in valid]
     assert pruned.sources == [draft.sources[i] for i in valid]
     assert [path_to(pruned, i) for i in range(len(pruned))] == [path_to(draft, i) for i in valid]
     assert len(pruned.proposals) == len(pruned) and pruned.probs is None
 
 
-def check_forced(forced: list[int], twin: Twin, text: list[int]) -> None:
+def check_forced(forced: list[int], reference: Reference, text: list[int]) -> None:
     for i, token in enumerate(forced):
-        assert twin.allowed(text + forced[:i]) == {token}
-    left = twin.allowed(text + forced)
+        assert reference.allowed(text + forced[:i]) == {token}
+    left = reference.allowed(text + forced)
     assert len(forced) == 6 or len(left) != 1 or left == {END}
 
 
@@ -189,11 +193,11 @@ def test_sampled_drafts_are_not_pruned(compiler: GrammarCompiler) -> None:
     draft = Draft.root(0)
     draft.add(100, 0, "model", Proposal.SAMPLED)
     draft.probs = np.full((2, VOCAB), 1 / VOCAB)
-    assert opened(compiler, GRAMMARS["schema"]).prune(draft) is draft
+    assert open_matcher(compiler, GRAMMARS["schema"]).prune(draft) is draft
 
 
-def test_laws_kept_with_a_draft_are_pruned_with_it(compiler: GrammarCompiler) -> None:
-    matcher = opened(compiler, Grammar.of("regex", "[ab]+"))
+def test_pruning_a_draft_prunes_its_probs(compiler: GrammarCompiler) -> None:
+    matcher = open_matcher(compiler, Grammar.of("regex", "[ab]+"))
     a, x, b = (compiler.tokenizer.encode(c)[0] for c in "axb")  # type: ignore[union-attr]
     draft = Draft(
         [0, x, a, a, b], [-1, 0, 0, 1, 2], ["", "p", "q", "r", "s"], [Proposal.DETERMINISTIC] * 5
@@ -207,9 +211,9 @@ def test_laws_kept_with_a_draft_are_pruned_with_it(compiler: GrammarCompiler) ->
 
 def test_every_end_token_of_the_request_ends_a_text(compiler: GrammarCompiler) -> None:
     grammar = Grammar.of("choice", ["a"])
-    (a,) = opened(compiler, grammar).forced(5)
+    (a,) = open_matcher(compiler, grammar).forced(5)
     for ends, after in (((END, 9, 40), {END, 9, 40}), ((9,), {9})):
-        matcher = opened(compiler, grammar, ends)
+        matcher = open_matcher(compiler, grammar, ends)
         assert [bits(m) for m in matcher.masks(Draft.root(0))] == [{a}]
         matcher.advance(a)
         assert [bits(m) for m in matcher.masks(Draft.root(a))] == [after] and matcher.ending is None
@@ -218,38 +222,38 @@ def test_every_end_token_of_the_request_ends_a_text(compiler: GrammarCompiler) -
 
 
 def test_without_end_tokens_the_grammar_ends_the_request(compiler: GrammarCompiler) -> None:
-    matcher = opened(compiler, Grammar.of("choice", ["aa"]), ends=())
+    matcher = open_matcher(compiler, Grammar.of("choice", ["aa"]), ends=())
     for _ in range(5):
         if matcher.ending:
             break
         (token, *_) = matcher.forced(1)
         matcher.advance(token)
     assert matcher.ending == "stop" and matcher.stopped
-    open_end = opened(compiler, Grammar.of("regex", "a+"), ends=())
+    open_end = open_matcher(compiler, Grammar.of("regex", "a+"), ends=())
     open_end.advance(token)
     assert open_end.accepting and not open_end.stopped and open_end.ending is None
 
 
 @pytest.mark.parametrize("ends", [(END,), ()])
-def test_a_text_that_cannot_go_on_is_an_abort(
+def test_a_token_outside_of_the_grammar_aborts_the_request(
     ends: tuple[int, ...], compiler: GrammarCompiler
 ) -> None:
-    """What is outside the grammar is only ever drawn where nothing else was left."""
+    """Such a token is drawn only if the grammar allows none."""
     for token in (100, *ends):
-        matcher = opened(compiler, GRAMMARS["schema"], ends)
+        matcher = open_matcher(compiler, GRAMMARS["schema"], ends)
         matcher.advance(token)
         assert matcher.broken and matcher.ending == "abort" and not matcher.accepting
 
 
-def test_json_is_compact_unless_asked_for(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_json_is_compact_by_default(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     space = tokenizer.encode(" ")[0]
     for name, allowed in (("schema", False), ("spaced", True)):
-        matcher = opened(compiler, GRAMMARS[name])
+        matcher = open_matcher(compiler, GRAMMARS[name])
         matcher.advance(tokenizer.encode("{")[0])
         assert (space in bits(matcher.masks(Draft.root(0))[0])) == allowed
 
 
-def test_tokenizers_with_bytes_for_unknown_words(tmp_path: Path) -> None:
+def test_tokenizers_with_byte_fallback(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, byte_fallback(), **PLAIN))
     matcher = GrammarCompiler(tokenizer, 300, [2]).matcher(Grammar.of("choice", ["ab cé"]), [2])
     assert matcher is not None
@@ -260,7 +264,7 @@ def test_tokenizers_with_bytes_for_unknown_words(tmp_path: Path) -> None:
     assert tokenizer.decode(text) == "ab cé"
 
 
-BAD_VALUES = {
+INVALID_VALUES = {
     "kind": (("jsonschema", "{}"), "did you mean 'json_schema'"),
     "empty": (("regex", ""), "not empty"),
     "text of json_object": (("json_object", "{}"), "no text"),
@@ -276,13 +280,13 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.parametrize("given, says", BAD_VALUES.values(), ids=BAD_VALUES.keys())
-def test_refused_values(given: tuple[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+@pytest.mark.parametrize("given, message", INVALID_VALUES.values(), ids=INVALID_VALUES.keys())
+def test_invalid_values_are_refused(given: tuple[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         Grammar.of(*given)
 
 
-def test_a_grammar_is_a_value() -> None:
+def test_grammars_are_compared_by_value() -> None:
     assert Grammar.of("json_schema", SCHEMA) == Grammar("json_schema", json.dumps(SCHEMA))
     assert len({Grammar.of("regex", "a"), Grammar("regex", "a"), Grammar("lark", "a")}) == 2
     assert SamplingParams(grammar=GRAMMARS["regex"]).grammar == GRAMMARS["regex"]
@@ -316,7 +320,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_grammar_that_cannot_be_used_is_one_line_at_once(
+def test_an_unusable_grammar_is_refused_in_one_line_within_a_second(
     name: str, compiler: GrammarCompiler
 ) -> None:
     start = time.process_time()
@@ -330,13 +334,13 @@ def test_a_grammar_that_cannot_be_used_is_one_line_at_once(
 def test_long_chains_of_rules_do_not_end_the_process(rule: str, compiler: GrammarCompiler) -> None:
     """llguidance compiles them by recursion; the usual stack would overflow."""
     count = (LONGEST - 200) // len(rule.format(1000, 1000) + "\n")
-    assert opened(compiler, Grammar.of("lark", chain(rule, count))).forced(3)
+    assert open_matcher(compiler, Grammar.of("lark", chain(rule, count))).forced(3)
 
 
 def test_a_grammar_that_takes_too_long_is_refused(
     monkeypatch: pytest.MonkeyPatch, compiler: GrammarCompiler
 ) -> None:
-    """Where the sandbox has had nothing against it."""
+    """The worker process has accepted it before."""
     monkeypatch.setattr(compiler_module, "SECONDS", 0.01)
     monkeypatch.setattr(compiler_module, "build", lambda *_: time.sleep(0.3))
     with pytest.raises(RequestError, match="too complex"):
@@ -346,22 +350,22 @@ def test_a_grammar_that_takes_too_long_is_refused(
 @pytest.mark.parametrize(
     "name", [name for name in UNUSABLE if "states" in name or "spelling" in name]
 )
-def test_what_would_be_compiled_for_ever_is_not_compiled_here(
+def test_a_grammar_beyond_the_limits_is_not_compiled_in_this_process(
     name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that is left behind takes a core and 45 MB a second until the process ends."""
+    """An abandoned thread would take a core and 45 MB a second until the process ends."""
     monkeypatch.setattr(compiler_module, "build", lambda *_: pytest.fail("it is compiled here"))
     with pytest.raises(
         RequestError, match=r"cannot be compiled: it takes over 0\.8 seconds or 64 MiB"
     ):
         compiler.matcher(UNUSABLE[name], [END])
-    until(lambda: not compiler_module.SANDBOX._busy, "nothing works on it any more")
+    wait_until(lambda: not compiler_module.SANDBOX._busy, "the worker process is idle")
 
 
-def test_the_sandbox_knows_the_tokens_that_grammars_name(
+def test_the_worker_process_knows_the_special_tokens_that_grammars_name(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """By name and by number; it is given no others."""
+    """Grammars name them by text or number; the process is given no others."""
     special = tokenizer.spell(END)
     for text in (f"start: {special} /[a-z]/", f"start: <[{END}]> /[a-z]/", "start: <[60-80]>"):
         with suppress(RequestError):  # the model's end token is kept for the end of the text
@@ -375,11 +379,11 @@ def test_the_sandbox_knows_the_tokens_that_grammars_name(
         compiler.matcher(Grammar.of("lark", "start: <unheard>"), [END])
 
 
-def test_what_is_compiled_is_kept_within_bounds(
+def test_compiled_grammars_are_bounded_in_total_and_per_client(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     monkeypatch.setattr(compiler_module, "ALL_HELD", 4 << 20)
-    monkeypatch.setattr(compiler_module, "SANDBOX", Measured())
+    monkeypatch.setattr(compiler_module, "SANDBOX", FakeWorker())
     mine = GrammarCompiler(tokenizer, VOCAB, [END])
     running = [
         mine.compiled_each(Grammar("regex", "a"), 1, owner)
@@ -389,27 +393,27 @@ def test_what_is_compiled_is_kept_within_bounds(
         mine.compiled_each(Grammar("regex", "a"), 1, "third")
     del running[0]
     assert mine.compiled_each(Grammar("regex", "a"), 1, "third"), (
-        "what has ended is counted no more"
+        "an ended request is still counted"
     )
     with pytest.raises(BusyError, match="try again"):
         mine.compiled_each(Grammar("regex", "a"), 1, "other")  # one client may have half of it
 
 
-class Measured:
-    """A sandbox that finds every grammar to hold one MiB."""
+class FakeWorker:
+    """A worker process that finds every grammar to take one MiB."""
 
     def call(self, *_: object) -> tuple[int, float]:
         return 1 << 20, 0.001
 
 
-def until(true: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, f"it never came that {what}"
+    while not condition():
+        assert time.monotonic() < end, f"timed out waiting until {what}"
         time.sleep(0.005)
 
 
-def test_what_is_missing_is_said(
+def test_a_missing_tokenizer_or_package_is_named(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError, match="tokenizer"):
@@ -426,73 +430,74 @@ def test_what_is_missing_is_said(
         GrammarCompiler(tokenizer, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
 
 
-# One request's grammar is its own.
+# Requests do not affect one another.
 
 EXPLODING = Grammar.of(
     "regex", r"(.|\n)*[aeiou](.|\n){30}x"
 )  # the number of lexer states doubles with each character
 
 
-def at_random(matcher: Matcher, seed: int, count: int) -> list[int]:
-    """Tokens drawn at random from what a grammar allows, as at a high temperature."""
-    dice, tokens = random.Random(seed), []
+def random_tokens(matcher: Matcher, seed: int, count: int) -> list[int]:
+    """Advance by tokens drawn from all allowed ones, as at a high temperature."""
+    generator, tokens = random.Random(seed), []
     for _ in range(count):
         allowed = sorted(bits(matcher.masks(Draft.root(0))[0]) - {END})
-        tokens.append(dice.choice(allowed))
+        tokens.append(generator.choice(allowed))
         matcher.advance(tokens[-1])
     return tokens
 
 
-def test_no_request_changes_what_another_one_gets(
+def test_a_request_does_not_change_what_another_one_is_allowed(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lexer that all requests shared was full after the first one."""
+    """A lexer that all requests share would be full after the first one."""
     monkeypatch.setattr(compiler_module, "STATES", 3000)
-    fresh = at_random(opened(compiler, EXPLODING), 1, 12)
-    waiting, glutton = opened(compiler, EXPLODING), opened(compiler, EXPLODING)
-    at_random(glutton, 2, 60)
-    assert at_random(waiting, 1, 12) == at_random(opened(compiler, EXPLODING), 1, 12) == fresh
+    fresh = random_tokens(open_matcher(compiler, EXPLODING), 1, 12)
+    waiting, heavy = open_matcher(compiler, EXPLODING), open_matcher(compiler, EXPLODING)
+    random_tokens(heavy, 2, 60)
+    assert random_tokens(waiting, 1, 12) == fresh
+    assert random_tokens(open_matcher(compiler, EXPLODING), 1, 12) == fresh
 
 
 def test_a_full_lexer_is_replaced_and_allows_the_same(
     compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking ahead fills the lexer; what is allowed is as without a bound."""
+    """Looking ahead fills the lexer; the allowed tokens are those without a bound."""
     monkeypatch.setattr(compiler_module, "STATES", 400)
-    twin = Twin(EXPLODING, tokenizer)
-    dice = random.Random(0)
-    matcher = opened(compiler, EXPLODING)
+    reference = Reference(EXPLODING, tokenizer)
+    generator = random.Random(0)
+    matcher = open_matcher(compiler, EXPLODING)
     text = []
     renewals, renew = [], matcher.compiled.renew
     matcher.compiled.renew = lambda: renewals.append(1) or renew()
     for _ in range(25):
-        draft = random_tree(dice, twin, text, nodes=5)
-        for node, mask in enumerate(matcher.masks(matcher.prune(draft))):
-            assert node or bits(mask) - {END} == twin.allowed(text) - {END}
-        token = dice.choice(sorted(twin.allowed(text) - {END}))
+        draft = random_tree(generator, reference, text, nodes=5)
+        root_mask, *_ = matcher.masks(matcher.prune(draft))
+        assert bits(root_mask) - {END} == reference.allowed(text) - {END}
+        token = generator.choice(sorted(reference.allowed(text) - {END}))
         matcher.advance(token)
         text.append(token)
     assert renewals
 
 
-def test_a_bound_that_one_mask_exceeds_ends_the_request_with_its_reason(
+def test_a_mask_that_exceeds_the_bound_ends_the_request_with_its_reason(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading the text alone takes a state for each character here."""
     monkeypatch.setattr(compiler_module, "STATES", 60)
-    matcher = opened(compiler, EXPLODING)
+    matcher = open_matcher(compiler, EXPLODING)
     with pytest.raises(
         RequestError,
         match=r"regex grammar is too complex to match after \d+ tokens .*: give one with",
     ):
-        at_random(matcher, 3, 200)
+        random_tokens(matcher, 3, 200)
     assert 3 < len(matcher.tokens) < 100
 
 
 def test_completions_of_one_request_are_bounded_together(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "SANDBOX", Measured())
+    monkeypatch.setattr(compiler_module, "SANDBOX", FakeWorker())
     monkeypatch.setattr(compiler_module, "ALL_SECONDS", 0.005)
     mine = GrammarCompiler(compiler.tokenizer, VOCAB, [END])
     first, second = mine.compiled_each(Grammar("regex", "[ab]"), 2)
@@ -501,11 +506,11 @@ def test_completions_of_one_request_are_bounded_together(
         mine.compiled_each(Grammar("regex", "[ab]"), 6)
 
 
-# Time.
+# Slow masks.
 
 
-class Slow:
-    """A core whose masks take as long as the test wants."""
+class SlowCore:
+    """A core that computes a mask only while its gate is open."""
 
     def __init__(self, core: Any) -> None:
         self.core, self.gate = core, threading.Event()
@@ -522,30 +527,30 @@ class Slow:
 def slow(tokenizer: Tokenizer) -> Iterator[Matcher]:
     mine = GrammarCompiler(tokenizer, VOCAB, [END])
     mine.confine()
-    matcher = opened(mine, GRAMMARS["regex"])
-    matcher.core = Slow(matcher.core)
+    matcher = open_matcher(mine, GRAMMARS["regex"])
+    matcher.core = SlowCore(matcher.core)
     yield matcher
     matcher.core.gate.set()
 
 
-def test_whoever_has_to_wait_for_a_mask_is_left_out(slow: Matcher) -> None:
+def test_a_matcher_whose_mask_is_not_computed_yet_is_not_ready(slow: Matcher) -> None:
     slow.begin()
     assert not slow.ready()
     with pytest.raises(NotReadyError):
         slow.prune(Draft.chain(0, [5, 6], "toy"))
     slow.core.gate.set()
-    until(slow.ready, "it is ready")
+    wait_until(slow.ready, "the mask is ready")
     assert len(slow.masks(Draft.root(0))) == 1
 
 
-def test_nobody_waits_again_for_whoever_was_slow(
+def test_a_matcher_that_was_slow_is_late_from_then_on(
     slow: Matcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matcher_module, "MOMENT", 0.0)  # every set takes longer
+    monkeypatch.setattr(matcher_module, "MOMENT", 0.0)  # every mask takes longer
     slow.begin()
     assert not slow.ready()
     slow.core.gate.set()
-    until(slow.ready, "it is ready")
+    wait_until(slow.ready, "the mask is ready")
     (allowed,) = slow.masks(Draft.root(0))
     slow.core.gate.clear()
     slow.advance(min(bits(allowed) - {END}))
@@ -553,39 +558,39 @@ def test_nobody_waits_again_for_whoever_was_slow(
     assert slow.late
 
 
-def test_threads_find_what_is_found_without_them(
+def test_masks_computed_in_threads_are_the_same(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    """Whether a set is only to be looked up is settled before a thread begins to look for it."""
+    """Whether a mask only needs a look-up is known before a thread begins to compute it."""
     mine = GrammarCompiler(tokenizer, VOCAB, [END])
     mine.confine()
     for name, grammar in GRAMMARS.items():
-        threaded = opened(mine, grammar)
-        plain = opened(compiler, grammar)
-        dice = random.Random(name)
+        threaded = open_matcher(mine, grammar)
+        plain = open_matcher(compiler, grammar)
+        generator = random.Random(name)
         for _ in range(12):
-            draft = Draft.chain(0, [dice.randrange(VOCAB) for _ in range(3)], "toy")
+            draft = Draft.chain(0, [generator.randrange(VOCAB) for _ in range(3)], "toy")
             assert threaded.masks(draft) == plain.masks(draft)
             allowed = sorted(bits(plain.masks(Draft.root(0))[0]) - {END})
             if not allowed or plain.stopped:
                 break
-            token = dice.choice(allowed)
+            token = generator.choice(allowed)
             threaded.advance(token)
             plain.advance(token)
 
 
-def test_a_compilation_that_is_killed(compiler: GrammarCompiler) -> None:
+def test_a_killed_compilation_is_an_error_and_later_ones_succeed(compiler: GrammarCompiler) -> None:
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(compiler.matcher, UNUSABLE["states by another spelling"], [END])
-        until(lambda: compiler_module.SANDBOX._busy, "it is compiled")
+        wait_until(lambda: compiler_module.SANDBOX._busy, "the compilation begins")
         os.kill(compiler_module.SANDBOX.processes[0], signal.SIGKILL)
         with pytest.raises(RequestError, match="ended"):
             work.result(20)
     assert compiler.matcher(Grammar.of("regex", "another"), [END])
 
 
-def large(directory: Path, count: int = 262_144) -> Path:
-    """A byte-level tokenizer of as many tokens as Gemma's, as a directory."""
+def write_large_tokenizer(directory: Path, count: int = 262_144) -> Path:
+    """Write a byte-level tokenizer of as many tokens as Gemma's."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     letters = "etaoinshrdlu"
     for number in itertools.count(12**3):
@@ -605,31 +610,29 @@ def large(directory: Path, count: int = 262_144) -> Path:
 
 @pytest.fixture(scope="module")
 def gemma_sized(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    tokenizer = Tokenizer(large(tmp_path_factory.mktemp("large")))
+    tokenizer = Tokenizer(write_large_tokenizer(tmp_path_factory.mktemp("large")))
     return GrammarCompiler(tokenizer, 262_144, [262_143])
 
 
 @pytest.mark.parametrize(
     "grammar", [*GRAMMARS.values(), Grammar.of("regex", "[A-Z][a-z]+")], ids=str
 )
-def test_bounds_for_strangers_do_not_count_the_models_vocabulary(
+def test_the_memory_limit_does_not_count_the_models_vocabulary(
     grammar: Grammar, gemma_sized: GrammarCompiler
 ) -> None:
-    """The vocabulary alone took most of the memory that a grammar may take."""
+    """The vocabulary alone would take most of the memory that a grammar may take."""
     matcher = gemma_sized.matcher(grammar, [262_143])
     assert matcher is not None and any(matcher.masks(Draft.root(0))[0])
 
 
-def test_a_strangers_grammar_is_bounded_with_a_large_vocabulary_too(
-    gemma_sized: GrammarCompiler,
-) -> None:
+def test_limits_of_a_grammar_hold_with_a_large_vocabulary_too(gemma_sized: GrammarCompiler) -> None:
     with pytest.raises(RequestError, match=r"takes over 0\.8 seconds or 64 MiB"):
         gemma_sized.matcher(UNUSABLE["many states"], [262_143])
     assert gemma_sized.matcher(Grammar.of("regex", "b+"), [262_143])
 
 
 def test_special_tokens_outside_of_the_vocabulary_do_not_hide_bytes() -> None:
-    """The bytes stand behind the vocabulary, where such a token's id points."""
+    """The byte tokens come after the vocabulary, where the id of such a token points."""
     made = _Bytes(8, 7, [(3, "<a>"), (8, "<b>"), (9, "<c>")])
     assert made.special_token_ids == [3] and made.tokens[3] == b"<a>"
     assert made.tokens[8:] == [bytes([byte]) for byte in range(256)]

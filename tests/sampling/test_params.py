@@ -1,4 +1,4 @@
-"""A wrong sampling parameter is an error at once that says which, why and what to give instead."""
+"""An invalid sampling parameter is an error at once, which names it, the reason and a remedy."""
 
 import math
 
@@ -8,7 +8,7 @@ from forerun.errors import RequestError
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import DEFAULT, DEFAULT_MAX_TOKENS, GREEDY, Sampling, SamplingParams
 
-BAD = {
+INVALID = {
     "temperature": [-0.1, 100.5, math.nan, math.inf, "hot", True],
     "top_k": [-1, 2.5, (1 << 31) + 1, "3", True],
     "top_p": [0, 0.0, -0.2, 1.0001, math.nan],
@@ -25,7 +25,7 @@ BAD = {
     "logit_bias": [{5: 100.5}, {5: -101}, {5: math.nan}],
 }
 
-GOOD = {
+VALID = {
     "temperature": [None, 0, 0.0, 1, 1e-5, 100],
     "top_k": [0, 1, 1 << 31],
     "top_p": [None, 1e-9, 1, 1.0],
@@ -53,18 +53,18 @@ def cases(table):
     ]
 
 
-@pytest.mark.parametrize("name, value", cases(BAD))
+@pytest.mark.parametrize("name, value", cases(INVALID))
 def test_a_value_out_of_range_is_an_error_that_names_it(name, value):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     message = str(caught.value)
     assert name in message
     assert any(advice in message for advice in ("give", "must be", "leave it out", "lower it")), (
-        "what to do"
+        "the message has no remedy"
     )
 
 
-@pytest.mark.parametrize("name, value", cases(GOOD))
+@pytest.mark.parametrize("name, value", cases(VALID))
 def test_the_ends_of_a_range_are_allowed(name, value):
     assert getattr(SamplingParams.of(**{name: value}), name) == value
 
@@ -100,7 +100,7 @@ def test_an_unknown_name_suggests_the_nearest(given, meant):
         SamplingParams.of(**{given: 1})
 
 
-def test_what_is_not_given_is_none_and_the_engine_reads_it_as_greedy_and_unfiltered():
+def test_unset_parameters_are_none_and_mean_greedy_and_unfiltered():
     params = SamplingParams()
     assert params.temperature is None and params.greedy and not params.has_penalties
     assert params.sampling == GREEDY
@@ -113,7 +113,7 @@ def test_the_length_has_one_default():
     assert SamplingParams().length_limit == SamplingParams.pure().length_limit == DEFAULT_MAX_TOKENS
     assert SamplingParams(max_tokens=7).length_limit == 7
     assert f"By default\n            {DEFAULT_MAX_TOKENS}." in str(SamplingParams.__doc__), (
-        "and it is documented"
+        "the documentation gives another default"
     )
 
 
@@ -122,7 +122,7 @@ def values(params):
 
 
 @pytest.mark.parametrize(
-    "given, advised, differs",  # differs: from forerun's default
+    "given, defaults, differs",  # differs: from forerun's default
     [
         ({}, {}, {}),
         ({}, {"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
@@ -132,19 +132,19 @@ def values(params):
         ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.2}, {}),
     ],
 )
-def test_the_user_goes_before_the_authors_and_these_before_forerun(given, advised, differs):
-    """One field at a time: a user who gives one parameter changes no other."""
-    found = SamplingParams(seed=3, max_tokens=9, **given).resolved(advised)
+def test_user_values_override_model_defaults_which_override_forerun_s(given, defaults, differs):
+    """Fields are independent: a user who gives one parameter changes no other."""
+    found = SamplingParams(seed=3, max_tokens=9, **given).resolved(defaults)
     assert values(found) == {**DEFAULT, **differs} and (found.seed, found.max_tokens) == (3, 9)
-    assert found.resolved({"temperature": 0.1, "top_p": 0.1}) is found, "nothing is open any more"
+    assert found.resolved({"temperature": 0.1, "top_p": 0.1}) is found, "all fields are resolved"
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_each_penalty_counts_as_one(name):
+def test_each_penalty_sets_has_penalties(name):
     assert SamplingParams(**{name: 0.5}).has_penalties
 
 
-def test_an_unlike_name_lists_all():
+def test_an_unknown_name_without_a_near_one_lists_all():
     with pytest.raises(RequestError, match=r"known: .*frequency_penalty.*top_p"):
         SamplingParams.of(zzz=1)
 

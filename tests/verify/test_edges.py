@@ -1,7 +1,7 @@
-"""Numerical edges of the ratio rules: equal distributions, distributions without overlap, coins at
-their extremes, broken logits.
+"""Numerical edge cases of the ratio rules: equal and disjoint distributions, extreme coins, broken
+logits.
 
-That known faults are found is tested with `forerun check` (tests/check/test_certificate.py)."""
+tests/check/test_certificate.py tests that `forerun check` detects known faults."""
 
 import math
 
@@ -18,9 +18,9 @@ from forerun.types import Draft, Proposal
 from forerun.verify import RULES, Noise
 from forerun.verify.ratio import verify_block, verify_token, verify_tree
 
-RULES_OF_CHAINS = {"token": verify_token, "block": verify_block, "tree": verify_tree}
+CHAIN_RULES = {"token": verify_token, "block": verify_block, "tree": verify_tree}
 COINS = [2.0**-54, 1e-9, 0.5, 1 - 2.0**-53]
-EDGE_LAWS = {
+EDGE_DISTRIBUTIONS = {
     "equal": ([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]),
     "equal but for rounding": ([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.1 + 0.2, 1 - 0.6]),
     "disjoint": ([0.0, 0.0, 0.5, 0.5], [0.5, 0.5, 0.0, 0.0]),
@@ -40,12 +40,12 @@ def edge_chain(q, depth):
 
 
 @pytest.mark.parametrize("u", COINS)
-@pytest.mark.parametrize("name", EDGE_LAWS)
-@pytest.mark.parametrize("rule", RULES_OF_CHAINS)
-def test_nothing_is_said_that_the_target_forbids(rule, name, u, monkeypatch):
+@pytest.mark.parametrize("name", EDGE_DISTRIBUTIONS)
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+def test_tokens_of_target_probability_0_are_never_emitted(rule, name, u, monkeypatch):
     monkeypatch.setattr(rng, "uniform", lambda key, index=0: u)
-    p, q = map(np.array, EDGE_LAWS[name])
-    verdict = RULES_OF_CHAINS[rule](edge_chain(q, 3), np.tile(p, (4, 1)), Noise(1, 1))
+    p, q = map(np.array, EDGE_DISTRIBUTIONS[name])
+    verdict = CHAIN_RULES[rule](edge_chain(q, 3), np.tile(p, (4, 1)), Noise(1, 1))
     assert all(p[t] > 0 for t in verdict.tokens)
     if name.startswith("equal") or name == "one-hot both":
         assert len(verdict.path) == 4
@@ -54,7 +54,7 @@ def test_nothing_is_said_that_the_target_forbids(rule, name, u, monkeypatch):
 
 
 @pytest.mark.parametrize("u", COINS)
-def test_trees_say_nothing_that_the_target_forbids(u, monkeypatch):
+def test_trees_never_emit_tokens_of_target_probability_0(u, monkeypatch):
     monkeypatch.setattr(rng, "uniform", lambda key, index=0: u)
     p, q = np.array([0.0, 0.5, 0.5, 0.0]), np.array([0.6, 0.4, 0.0, 0.0])
     draft = Draft(
@@ -74,13 +74,13 @@ def test_trees_say_nothing_that_the_target_forbids(u, monkeypatch):
     assert all(p[t] > 0 for t in verdict.tokens)
 
 
-def test_equal_laws_are_always_accepted():
-    """The residual is empty then: what rounding leaves in it must not be drawn from."""
-    dice = np.random.default_rng(1)
+def test_drafts_from_the_target_s_own_distribution_are_accepted():
+    """The residual distribution is empty here: its rounding errors must not be sampled from."""
+    generator = np.random.default_rng(1)
     for i in range(400):
-        q = oracle.softmax(dice.normal(size=50) * 3)
+        q = oracle.softmax(generator.normal(size=50) * 3)
         p = torch.tensor(q).log()[None].expand(4, -1)
-        for rule in RULES_OF_CHAINS:
+        for rule in CHAIN_RULES:
             assert len(RULES[rule].verify([edge_chain(q, 3)], p, [Noise(i, 1)])[0].path) == 4
 
 
@@ -95,7 +95,7 @@ BROKEN_ROWS = {
 @pytest.mark.parametrize("row", BROKEN_ROWS.values(), ids=BROKEN_ROWS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_are_an_error(row, temperature):
-    """Never a token: an argmax over NaN would say token 0."""
+    """No token may be returned: an argmax over NaN would give token 0."""
     logits = torch.zeros(4, 8)
     logits[2] = torch.tensor(row)
     state = SamplingState(SamplingParams(temperature=temperature), [1], [2])

@@ -1,9 +1,8 @@
-"""The promise of `match`: the output is, token for token, that of plain decoding with the same
-seed.
+"""The rule `match`: the output equals, token for token, plain decoding with the same seed.
 
-It must hold for any draft whatever, at any temperature, in any batch. Guarded too: how often drafts
-that share the target's noise agree with it, that a rule's verdict does not depend on the batch, and
-what `typical` gives up."""
+This must hold for any draft, at any temperature, in any batch. Further tests check how often drafts
+that share the target's noise agree with it, that a verdict does not depend on the batch, and in
+what the rule `typical` is lossy."""
 
 import itertools
 import math
@@ -27,7 +26,7 @@ VOCAB, LENGTH, END = 8, 7, 3
 
 @dataclass
 class Request:
-    """One request of the toy engine: what it drafts with, and what it has so far."""
+    """A request of the toy engine: its drafter, its tokens and its sampling state."""
 
     seed: int
     params: SamplingParams
@@ -37,7 +36,7 @@ class Request:
 
     def __post_init__(self):
         self.state = SamplingState(self.params, self.tokens, [END])
-        self.dice = random.Random(self.seed)
+        self.generator = random.Random(self.seed)
 
     @property
     def noise(self):
@@ -52,16 +51,16 @@ class Request:
 class ToyModel:
     """The next token depends on the last two. Logits are a table [V, V, V]."""
 
-    def __init__(self, seed, disturb=0.0):
-        self.table = self.random(seed) * 1.5 + self.random(9) * disturb
+    def __init__(self, seed, noise_scale=0.0):
+        self.table = self.random(seed) * 1.5 + self.random(9) * noise_scale
 
     @staticmethod
     def random(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(VOCAB, VOCAB, VOCAB, generator=generator)
+        shape = (VOCAB, VOCAB, VOCAB)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     def logits(self, requests, drafts):
-        """After every node of every draft. [M, V]"""
+        """Return the logits after every node of every draft. [M, V]"""
         before, last = [], []
         for request, draft in zip(requests, drafts, strict=True):
             before += [request.tokens[-2], *(draft.tokens[parent] for parent in draft.parents[1:])]
@@ -69,7 +68,7 @@ class ToyModel:
         return self.table[torch.tensor(before), torch.tensor(last)]
 
 
-TARGET, DRAFTER = ToyModel(0), ToyModel(0, disturb=0.6)
+TARGET, DRAFTER = ToyModel(0), ToyModel(0, noise_scale=0.6)
 
 
 def no_draft(request):
@@ -77,51 +76,52 @@ def no_draft(request):
 
 
 def random_chain(request):
-    tokens = [request.dice.randrange(VOCAB) for _ in range(request.dice.randrange(5))]
+    tokens = [request.generator.randrange(VOCAB) for _ in range(request.generator.randrange(5))]
     return Draft.chain(request.tokens[-1], tokens, "random")
 
 
 def random_tree(request):
-    """Up to three children a node, equal ones among them, to a ragged depth of at most 3."""
+    """Give nodes up to three children, which may be equal, down to a depth of at most 3."""
     draft, depths = no_draft(request), [0]
     for node in range(13):
         if node < len(draft) and depths[node] < 3:
-            for _ in range(request.dice.randrange(4)):
-                draft.add(request.dice.randrange(VOCAB), node, "random")
+            for _ in range(request.generator.randrange(4)):
+                draft.add(request.generator.randrange(VOCAB), node, "random")
                 depths.append(depths[node] + 1)
     return draft
 
 
-def junk(request):
-    """A long repetition of the last token."""
-    return Draft.chain(request.tokens[-1], [request.tokens[-1]] * 6, "junk")
+def repetition(request):
+    """Repeat the last token many times."""
+    return Draft.chain(request.tokens[-1], [request.tokens[-1]] * 6, "repetition")
 
 
 def coupled(requests, width, depth=3):
-    """Trees of the drafter's `width` likeliest tokens a node, with the target's noise."""
+    """Draft trees of the `width` most likely tokens per node, given the target's noise."""
     drafts = [no_draft(request) for request in requests]
     for level in range(depth):
         scores = DRAFTER.logits(requests, drafts)
         keys = [
-            r.noise.target(d)
-            for r, draft in zip(requests, drafts, strict=True)
-            for d in draft.depths()
+            request.noise.target(node_depth)
+            for request, draft in zip(requests, drafts, strict=True)
+            for node_depth in draft.depths()
         ]
         best = iter(rng.perturb(scores, keys).topk(width).indices.tolist())
         for draft in drafts:
-            for node, (at, tokens) in enumerate([(at, next(best)) for at in draft.depths()]):
-                for token in tokens if at == level else ():
+            for node, node_depth in enumerate(draft.depths()):
+                tokens = next(best)
+                for token in tokens if node_depth == level else ():
                     draft.add(token, node, "coupled")
     return drafts
 
 
-SINGLE = {"none": no_draft, "chain": random_chain, "tree": random_tree, "junk": junk}
+UNCOUPLED = {"none": no_draft, "chain": random_chain, "tree": random_tree, "repetition": repetition}
 WIDTHS = {"coupled chain": 1, "coupled tree": 2}
-DRAFTERS = [*SINGLE, *WIDTHS]
+DRAFTERS = [*UNCOUPLED, *WIDTHS]
 
 
 def propose(requests):
-    drafts = {id(r): SINGLE[r.drafter](r) for r in requests if r.drafter in SINGLE}
+    drafts = {id(r): UNCOUPLED[r.drafter](r) for r in requests if r.drafter in UNCOUPLED}
     for name, width in WIDTHS.items():
         group = [r for r in requests if r.drafter == name]
         if group:
@@ -130,7 +130,7 @@ def propose(requests):
 
 
 def decode(requests, length=LENGTH):
-    """Run all requests together to at least `length` output tokens; the first `length` of each."""
+    """Decode all requests as one batch; return the first `length` output tokens of each."""
     active = requests
     while active:
         drafts = propose(active)
@@ -144,13 +144,13 @@ def decode(requests, length=LENGTH):
     return [r.tokens[2 : 2 + length] for r in requests]
 
 
-PLAIN = [
+STATELESS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_k=5, top_p=0.9),
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.3, min_p=0.05),
 ]
-SPECIAL = [
+STATEFUL = [
     SamplingParams(
         temperature=1.0, presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.3
     ),
@@ -161,7 +161,7 @@ SPECIAL = [
 
 @pytest.mark.parametrize(
     "choices, seeds",
-    [(PLAIN, 3000), pytest.param(PLAIN, 10_000, marks=pytest.mark.full), (SPECIAL, 300)],
+    [(STATELESS, 3000), pytest.param(STATELESS, 10_000, marks=pytest.mark.full), (STATEFUL, 300)],
     ids=["stateless", "stateless at length", "stateful"],
 )
 def test_any_draft_gives_the_tokens_of_plain_decoding(choices, seeds):
@@ -180,25 +180,26 @@ def test_good_drafts_save_rounds():
     """Without this, the test above could pass by accepting nothing."""
     rounds = {}
     for drafter in DRAFTERS:
-        requests = [Request(seed, PLAIN[0], drafter) for seed in range(200)]
+        requests = [Request(seed, STATELESS[0], drafter) for seed in range(200)]
         decode(requests)
         rounds[drafter] = sum(r.rounds for r in requests) / len(requests)
     assert rounds["none"] == LENGTH
-    assert rounds["junk"] < LENGTH
+    assert rounds["repetition"] < LENGTH
     assert rounds["coupled tree"] < rounds["coupled chain"] < 0.6 * LENGTH
 
 
 def ragged_drafts(rule):
-    """Drafts of all sizes a rule takes, and the seeds of their requests."""
-    dice, drafts = np.random.default_rng(4), []
+    """Return drafts of various sizes; they are trees if the rule takes trees."""
+    generator, drafts = np.random.default_rng(4), []
     for size in [0, 3, 1, 5, 2, 0, 4, 4, 1, 6]:
-        q = oracle.softmax(dice.normal(size=(size + 1, VOCAB)))
-        draft = Draft.root(int(dice.integers(VOCAB)))
+        q = oracle.softmax(generator.normal(size=(size + 1, VOCAB)))
+        draft = Draft.root(int(generator.integers(VOCAB)))
         draft.probs = None if rule.coupled else q
         for node in range(1, size + 1):
-            parent = int(dice.integers(node)) if rule.branching else node - 1
-            law = Proposal.DETERMINISTIC if rule.coupled or node % 3 == 0 else Proposal.SAMPLED
-            draft.add(int(dice.choice(VOCAB, p=q[parent])), parent, "toy", law)
+            parent = int(generator.integers(node)) if rule.branching else node - 1
+            is_given = rule.coupled or node % 3 == 0
+            proposal = Proposal.DETERMINISTIC if is_given else Proposal.SAMPLED
+            draft.add(int(generator.choice(VOCAB, p=q[parent])), parent, "toy", proposal)
         drafts.append(draft)
     return drafts
 
@@ -220,8 +221,8 @@ def test_a_verdict_does_not_depend_on_the_batch(name):
     assert len({len(v.tokens) for v in alone}) > 1
 
 
-def test_equal_siblings_are_one():
-    """Of two children with the same token one is followed, and the output is the same."""
+def test_one_of_two_siblings_with_the_same_token_is_followed():
+    """Which of the two is followed is not specified."""
     draft = Draft.root(0)
     for token in (5, 5, 6):
         draft.add(token, 0, "toy")
@@ -234,34 +235,34 @@ def test_equal_siblings_are_one():
 
 
 def agreement(p, q):
-    """How often argmax(log p + g) is argmax(log q + g), for shared Gumbel noise g."""
+    """Return P(argmax(log p + g) = argmax(log q + g)) for shared Gumbel noise g."""
     both = (p > 0) & (q > 0)
     with np.errstate(divide="ignore"):
         return sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in np.flatnonzero(both))
 
 
-def random_laws(seed, vocab=6):
-    dice = np.random.default_rng(seed)
-    scores = dice.normal(size=vocab) * 2
-    return oracle.softmax(scores), oracle.softmax(scores + dice.normal(size=vocab) * 0.8)
+def random_distributions(seed, vocab=6):
+    generator = np.random.default_rng(seed)
+    scores = generator.normal(size=vocab) * 2
+    return oracle.softmax(scores), oracle.softmax(scores + generator.normal(size=vocab) * 0.8)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_coupled_drafts_agree_as_often_as_theory_says(seed, tosses=20_000):
-    p, q = random_laws(seed)
-    noises = [Noise(seed, root) for root in range(tosses)]
+def test_coupled_drafts_agree_as_often_as_theory_says(seed, num_samples=20_000):
+    p, q = random_distributions(seed)
+    noises = [Noise(seed, root) for root in range(num_samples)]
     drawn = rng.gumbel_argmax(
-        torch.tensor(np.log(q)).expand(tosses, -1), [n.target(0) for n in noises]
+        torch.tensor(np.log(q)).expand(num_samples, -1), [n.target(0) for n in noises]
     ).tolist()
     drafts = [Draft.chain(0, [token], "coupled") for token in drawn]
-    verdicts = match.verify(drafts, torch.tensor(np.log(p)).expand(2 * tosses, -1), noises)
-    accepted = sum(len(v.path) == 2 for v in verdicts) / tosses
+    verdicts = match.verify(drafts, torch.tensor(np.log(p)).expand(2 * num_samples, -1), noises)
+    accepted = sum(len(v.path) == 2 for v in verdicts) / num_samples
     expected = agreement(p, q)
-    assert abs(accepted - expected) < 4 * math.sqrt(expected * (1 - expected) / tosses)
+    assert abs(accepted - expected) < 4 * math.sqrt(expected * (1 - expected) / num_samples)
 
 
 def test_the_noise_of_a_depth_is_the_noise_of_its_position():
-    """What makes speculative and plain decoding draw alike."""
+    """This is why speculative and plain decoding draw the same tokens."""
     assert Noise(7, 10).target(3) == Noise(7, 13).target(0) == rng.stream(7, Lane.TARGET, 14)
 
 
@@ -271,7 +272,7 @@ def test_only_typical_is_lossy():
 
 
 @pytest.mark.parametrize(
-    "law, token, passes",
+    "probs, token, passes",
     [
         ([0.6, 0.39, 0.01], 0, True),
         ([0.6, 0.39, 0.01], 2, False),
@@ -279,25 +280,25 @@ def test_only_typical_is_lossy():
         ([0.05] * 20, 7, True),  # under .09, but over .3 * exp(-entropy)
         ([0.5] + [0.025] * 20, 7, False),
     ],
-    ids=["likely", "unlikely", "over epsilon", "flat law", "tail"],
+    ids=["likely", "unlikely", "over epsilon", "flat", "tail"],
 )
-def test_typical_says_a_plausible_draft_every_time(law, token, passes, tosses=1_500):
-    """A draft that passes is always said; one that does not leaves the target's law."""
-    p = torch.tensor(law, dtype=torch.float64)
-    drafts = [Draft.chain(0, [token], "toy")] * tosses
+def test_typical_always_accepts_a_plausible_draft(probs, token, passes, num_samples=1_500):
+    """If the draft does not pass, tokens have the target's distribution."""
+    p = torch.tensor(probs, dtype=torch.float64)
+    drafts = [Draft.chain(0, [token], "toy")] * num_samples
     verdicts = RULES["typical"].verify(
-        drafts, p.log().expand(2 * tosses, -1), [Noise(1, i) for i in range(tosses)]
+        drafts, p.log().expand(2 * num_samples, -1), [Noise(1, i) for i in range(num_samples)]
     )
-    said = np.bincount([v.tokens[0] for v in verdicts], minlength=len(p)) / tosses
+    frequencies = np.bincount([v.tokens[0] for v in verdicts], minlength=len(p)) / num_samples
     assert {len(v.tokens) for v in verdicts} == ({2} if passes else {1})
     if passes:
-        assert said[token] == 1  # a total variation of 1 - p(token) from the target
+        assert frequencies[token] == 1  # a total variation of 1 - p(token) from the target
     else:
-        assert abs(said - p.numpy()).max() < 0.05
+        assert abs(frequencies - p.numpy()).max() < 0.05
 
 
 def test_typical_is_match_at_temperature_0():
-    """A one-hot law has no entropy, and only its own token passes."""
+    """A one-hot distribution has no entropy, and only its own token passes."""
     requests = [
         Request(seed, SamplingParams(temperature=0.0), "coupled tree") for seed in range(100)
     ]

@@ -1,5 +1,5 @@
-"""What tests of drafters share: requests for drafts, the sampling parameters and kernels that they
-are tried with, and how drafts and errors are compared."""
+"""Helpers of the drafter tests: draft requests, sampling parameters, kernels, and comparisons of
+drafts and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun.draft.proposer import DraftRequest
+from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.errors import ForerunError
 from forerun.kernels import native
 from forerun.sampling.params import SamplingParams
@@ -22,11 +22,13 @@ FILTERED = SamplingParams(temperature=0.8, top_k=12, top_p=0.9)
 SETTINGS = pytest.mark.parametrize(
     "params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"]
 )
-compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-KERNELS = [pytest.param("native", marks=compiled), "torch"]
+needs_native = pytest.mark.skipif(
+    native.library() is None, reason=native.reason() or "needs_native"
+)
+KERNELS = [pytest.param("native", marks=needs_native), "torch"]
 
 
-def row(
+def make_request(
     tokens: Sequence[int],
     params: SamplingParams = GREEDY,
     depth: int = 4,
@@ -36,8 +38,22 @@ def row(
     return DraftRequest(slot, tokens, params, Noise(11, len(tokens) - 1), depth, **options)
 
 
-def same(found: Draft, expected: Draft) -> None:
-    """Compare all but the sources."""
+def pure_params(max_tokens: int, temperature: float = 0.8, seed: int = 1) -> SamplingParams:
+    """Return parameters without filters, under which end tokens do not end a text."""
+    return SamplingParams.pure(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True
+    )
+
+
+def drafts_of(drafter: Proposer, requests: Sequence[DraftRequest]) -> list[Draft]:
+    """Open the slots of requests and draft for them."""
+    for request in requests:
+        drafter.open(request.slot, request.tokens)
+    return drafter.propose(requests)
+
+
+def assert_same_draft(found: Draft, expected: Draft) -> None:
+    """Compare everything but the sources."""
     nodes = [(draft.tokens, draft.parents, draft.proposals) for draft in (found, expected)]
     assert nodes[0] == nodes[1]
     assert (found.probs is None) == (expected.probs is None)
@@ -47,9 +63,9 @@ def same(found: Draft, expected: Draft) -> None:
 
 @contextmanager
 def refused(
-    kind: type[ForerunError], says: str = ""
+    kind: type[ForerunError], message: str = ""
 ) -> Iterator[pytest.ExceptionInfo[ForerunError]]:
     """Expect an error of one line."""
-    with pytest.raises(kind, match=says) as error:
+    with pytest.raises(kind, match=message) as error:
         yield error
     assert "\n" not in str(error.value)

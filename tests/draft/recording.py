@@ -1,4 +1,4 @@
-"""Engines that draft with heads, and what tests see of every drafted node while they run."""
+"""Engines that draft with heads, and a recorder of the logits of every drafted node."""
 
 from __future__ import annotations
 
@@ -29,51 +29,53 @@ from tests.engine import build
 
 
 @dataclass
-class Watch:
-    """The logits of every node, (tokens, path, begin of the slot's states, logits), and by slot
-    where its states begin."""
+class LogitRecorder:
+    """Records (tokens, path, first position with states, logits) of every node, and by slot the
+    first position with states."""
 
-    seen: list[tuple[tuple[int, ...], tuple[int, ...], int, Tensor]] = field(default_factory=list)
+    nodes: list[tuple[tuple[int, ...], tuple[int, ...], int, Tensor]] = field(default_factory=list)
     first: dict[int, int] = field(default_factory=dict)
 
-    def node(self, tree: Any, path: tuple[int, ...], logits: Tensor) -> None:
+    def record(self, tree: Any, path: tuple[int, ...], logits: Tensor) -> None:
         begin = self.first.get(tree.request.slot, 0)
-        self.seen.append((tuple(tree.request.tokens), path, begin, logits.clone()))
+        self.nodes.append((tuple(tree.request.tokens), path, begin, logits.clone()))
 
 
-def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:
+def record_logits(monkeypatch: pytest.MonkeyPatch) -> LogitRecorder:
     """Record the logits of heads from here on."""
-    watch = Watch()
+    recorder = LogitRecorder()
     grow, grow_all, observe = eagle.grow, eagle.grow_all, HiddenStateProposer.observe
 
-    def watched_grow(trees: Sequence[Any], logits: Tensor, *rest: Any) -> None:
+    def recording_grow(trees: Sequence[Any], logits: Tensor, *rest: Any) -> None:
         nodes = [(tree, node) for tree in trees for node in tree.frontier]
         for (tree, node), row in zip(nodes, logits, strict=True):
-            watch.node(tree, tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:]), row)
+            recorder.record(
+                tree, tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:]), row
+            )
         grow(trees, logits, *rest)
 
-    def watched_grow_all(trees: Sequence[Any], logits: Sequence[Tensor], *rest: Any) -> None:
+    def recording_grow_all(trees: Sequence[Any], logits: Sequence[Tensor], *rest: Any) -> None:
         for tree, levels in zip(trees, logits, strict=True):
             for level, row in enumerate(levels):
-                watch.node(tree, (0,) * level, row)
+                recorder.record(tree, (0,) * level, row)
         grow_all(trees, logits, *rest)
 
-    def watched_observe(self: HiddenStateProposer, slot: int, start: int, features: Any) -> None:
+    def recording_observe(self: HiddenStateProposer, slot: int, start: int, features: Any) -> None:
         observe(self, slot, start, features)
-        watch.first[slot] = self.pending[slot].begin
+        recorder.first[slot] = self.pending[slot].begin
 
     for module in (eagle, block, hidden_states):
-        monkeypatch.setattr(module, "grow", watched_grow)
-    monkeypatch.setattr(eagle, "grow_all", watched_grow_all)
-    monkeypatch.setattr(HiddenStateProposer, "observe", watched_observe)
-    return watch
+        monkeypatch.setattr(module, "grow", recording_grow)
+    monkeypatch.setattr(eagle, "grow_all", recording_grow_all)
+    monkeypatch.setattr(HiddenStateProposer, "observe", recording_observe)
+    return recorder
 
 
-def same_as_twin(watch: Watch, kind: str, head: Any, every: int = 1) -> None:
+def assert_equals_twin(recorder: LogitRecorder, kind: str, head: Any, every: int = 1) -> None:
     """Compare the logits of every `every`-th node with the reference twin."""
-    twin, close = KINDS[kind].twin(head), KINDS[kind].closeness
-    assert len(watch.seen) >= 10
-    for tokens, path, first, row in watch.seen[::every]:
+    twin, close = KINDS[kind].twin(head), KINDS[kind].tolerance
+    assert len(recorder.nodes) >= 10
+    for tokens, path, first, row in recorder.nodes[::every]:
         expected = twin.logits(tokens, path, first)
         assert torch.equal(row.isinf(), expected.isinf())
         same = torch.allclose(row.double(), expected, rtol=close, atol=close)
@@ -83,22 +85,23 @@ def same_as_twin(watch: Watch, kind: str, head: Any, every: int = 1) -> None:
 def engine_of(
     kind: str, head: Any, width: int = 1, *, chunk: int = 64, rule: str = "match", **room: int
 ) -> Engine:
-    drafter = KINDS[kind].propose(head.double(), width=width, **room)
+    drafter = KINDS[kind].proposer(head.double(), width=width, **room)
     runner = Runner(tiny.decoder(tiny.family("llama")), **ROOM | room)
-    return Engine(runner, {"it": drafter}, chunk=chunk, rule=rule)
+    return Engine(runner, {"head": drafter}, chunk=chunk, rule=rule)
 
 
 def run(engine: Engine, which: Sequence[int], length: int = 6, depth: int = 4) -> list[Any]:
     prompts = build.prompts()
     requests = [
-        engine.add(prompts[i], build.params(i, 0.8, length), draft="it", depth=depth) for i in which
+        engine.add(prompts[i], build.params(i, 0.8, length), draft="head", depth=depth)
+        for i in which
     ]
     build.finish(engine)
     return requests
 
 
-def show(drafter: Any, slot: int, tokens: Sequence[int], first: int = 0) -> None:
-    """Open a slot anew and show it the states of all but the last token, from `first` on."""
+def observe_states(drafter: Any, slot: int, tokens: Sequence[int], first: int = 0) -> None:
+    """Open a slot anew and pass it the states of all but the last token, from `first` on."""
     drafter.close(slot)
     drafter.open(slot, tokens)
     if len(tokens) > 1:
@@ -114,16 +117,16 @@ def native_view(family: str = "llama") -> TargetView:
     return view_of(NativeDecoder(load_config(path), path, "float32", 256), form="float32")
 
 
-# acceptance by confidence bin: of first choices, then of tokens beside them
+# acceptance by confidence bin: of first choices, then of alternatives to them
 ACCEPTANCE = array("f", [*(0.5 + i / 32 for i in range(16)), *(0.2 + i / 64 for i in range(16))])
 
 
 def chain_of(draft: Draft) -> Draft:
-    """The drafter's first choices, without the nodes beside them."""
+    """Return the drafter's first choices, without the alternatives to them."""
     chain = Draft.root(draft.tokens[0])
-    for node, sure in enumerate(draft.confidence_bins, start=1):
-        if sure < NUM_CONFIDENCE_BINS:
+    for node, confidence_bin in enumerate(draft.confidence_bins, start=1):
+        if confidence_bin < NUM_CONFIDENCE_BINS:
             chain.add(draft.tokens[node], len(chain) - 1, draft.sources[node])
-            chain.confidence_bins.append(sure)
+            chain.confidence_bins.append(confidence_bin)
             chain.path_probs.append(draft.path_probs[node - 1])
     return chain
