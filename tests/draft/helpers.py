@@ -23,7 +23,7 @@ SETTINGS = pytest.mark.parametrize(
     "params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"]
 )
 needs_native = pytest.mark.skipif(
-    native.library() is None, reason=native.reason() or "needs_native"
+    native.library() is None, reason=native.reason() or "no native kernels"
 )
 KERNELS = [pytest.param("native", marks=needs_native), "torch"]
 
