@@ -52,7 +52,7 @@ def test_a_header_longer_than_the_first_request_is_read(hub: FakeHub) -> None:
         assert len(facts_of(NAME).shapes) == 3000 + len(eagle_shapes())
 
 
-def weights(content: bytes) -> Callable[[FakeHub], None]:
+def file(content: bytes) -> Callable[[FakeHub], None]:
     def apply(hub: FakeHub) -> None:
         hub.files[NAME]["model.safetensors"] = content
 
@@ -67,29 +67,23 @@ def config(content: bytes) -> Callable[[FakeHub], None]:
 
 
 INVALID_RESPONSES: list[tuple[Callable[[FakeHub], None], str]] = [
-    (weights(b""), "safetensors file"),
-    (weights(struct.pack("<Q", 1 << 60) + b"{}"), "its header would have"),
-    (weights(struct.pack("<Q", 2) + b"[]"), "safetensors file"),
+    (file(b""), "safetensors file"),
+    (file(struct.pack("<Q", 1 << 60) + b"{}"), "its header would have"),
+    (file(struct.pack("<Q", 2) + b"[]"), "safetensors file"),
+    (file(struct.pack("<Q", 40) + b'{"a": {"shape": [-1], "dtype": "F16"}}  '), "impossible sizes"),
+    (file(struct.pack("<Q", 40) + b'{"a": {"shape": 5, "dtype": "F16"}}     '), "safetensors file"),
     (
-        weights(struct.pack("<Q", 40) + b'{"a": {"shape": [-1], "dtype": "F16"}}  '),
+        file(struct.pack("<Q", 400) + b'{"a": {"shape": [1' + b"0" * 379 + b"]}}"),
         "impossible sizes",
     ),
     (
-        weights(struct.pack("<Q", 40) + b'{"a": {"shape": 5, "dtype": "F16"}}     '),
-        "safetensors file",
-    ),
-    (
-        weights(struct.pack("<Q", 400) + b'{"a": {"shape": [1' + b"0" * 379 + b"]}}"),
-        "impossible sizes",
-    ),
-    (
-        weights(
+        file(
             struct.pack("<Q", 60)
             + b'{"a": {"shape": [9,9,9,9,9,9,9,9,9], "dtype": "F16"}}'.ljust(60)
         ),
         "impossible sizes",
     ),
-    (weights(struct.pack("<Q", 20) + b"[" * 20), "safetensors file"),
+    (file(struct.pack("<Q", 20) + b"[" * 20), "safetensors file"),
     (config(b"[]"), "does not hold an object"),
     (config(b"\xff\xfe"), "cannot be read"),
     (config(b"[" * 100_000), "cannot be read"),

@@ -71,15 +71,11 @@ def test_search_by_name_and_by_domain(hub: FakeHub) -> None:
         ("a/eagle3", "org/", 0),
     ],
 )
-def test_names_are_scored_by_the_target_that_they_contain(
-    name: str, target: str, score: int
-) -> None:
+def test_similarity_of_a_name_and_a_target(name: str, target: str, score: int) -> None:
     assert _name_score(name, target) == score
 
 
-def test_a_search_without_a_network_is_an_error(
-    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub(hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     hub.status = 503

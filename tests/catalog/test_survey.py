@@ -85,7 +85,7 @@ def test_shards_count_together(home: Path) -> None:
         ({"tensors": {}}, "a vocabulary but no weights"),
     ],
 )
-def test_a_gguf_file_that_cannot_run_has_a_reason(
+def test_reasons_that_a_gguf_file_cannot_run(
     home: Path, metadata: dict[str, object], reason: str
 ) -> None:
     row = survey_one(little(home / "m.gguf", **metadata))  # type: ignore[arg-type]
@@ -143,9 +143,7 @@ def test_facts_of_a_directory(home: Path) -> None:
     assert "the llama configuration lacks" in survey_one(lacks).reason
 
 
-def test_a_model_larger_than_the_memory_does_not_run(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_exceeds_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surveys, "free_ram", lambda: 100)
     row = survey_one(little(home / "m.gguf"))
     assert not row.runs and "of memory" in row.reason
