@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def worker() -> Iterator[WorkerProcess]:
-    worker = WorkerProcess("tests.boxed:act", seconds=0.3, memory=64 << 20)
+    worker = WorkerProcess("tests.worker_tasks:run", seconds=0.3, memory=64 << 20)
     yield worker
     worker.stop()
 
@@ -73,7 +73,7 @@ def test_answers_are_bounded(worker: WorkerProcess) -> None:
     not Path("/proc/self/autogroup").exists(), reason="sessions do not share processors here"
 )
 def test_workers_have_a_low_priority() -> None:
-    worker = WorkerProcess("tests.boxed:act", seconds=0.3, memory=64 << 20, niceness=7)
+    worker = WorkerProcess("tests.worker_tasks:run", seconds=0.3, memory=64 << 20, niceness=7)
     pid = worker.call("pid")
     assert Path(f"/proc/{pid}/autogroup").read_text().split()[-1] == "7"
     assert os.getpriority(os.PRIO_PROCESS, pid) >= 7
@@ -110,7 +110,7 @@ def test_killed_workers_are_replaced(worker: WorkerProcess) -> None:
 
 
 def test_few_calls_run_at_once_and_all_end_with_stop() -> None:
-    worker = WorkerProcess("tests.boxed:act", seconds=30, memory=64 << 20)
+    worker = WorkerProcess("tests.worker_tasks:run", seconds=30, memory=64 << 20)
     failed: list[str] = []
 
     def wait() -> None:
@@ -150,7 +150,7 @@ def test_a_call_waits_for_a_worker_only_so_long(
 PARENT = """
 import threading
 from forerun.worker_process import WorkerProcess
-worker = WorkerProcess("tests.boxed:act", seconds=60, memory=1 << 26)
+worker = WorkerProcess("tests.worker_tasks:run", seconds=60, memory=1 << 26)
 def start(): print(worker.call("pid"), flush=True)
 first = threading.Thread(target=start); first.start(); first.join()
 threading.Thread(target=worker.call, args=("compute",), daemon=True).start()

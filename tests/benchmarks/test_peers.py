@@ -168,9 +168,7 @@ def test_one_engine_is_loaded_at_a_time(peers, fake, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("text", "message"), BROKEN_WORKERS)
-def test_a_failing_peer_is_left_out(
-    text: str, message: str, peers, fake, started: list[Worker]
-) -> None:
+def test_a_failing_peer(text: str, message: str, peers, fake, started: list[Worker]) -> None:
     """The other engines go on, and no process is left."""
     entries = f"{fake('openvino', text)},{fake('llama.cpp', WORKING)}"
     timeout = "1" if "within 1" in message else "60"
