@@ -275,7 +275,7 @@ def test_tokens_of_trees_equal_an_enumeration_of_outcomes(ranks: list[float]) ->
         *((0.9, 0.2, 7, 2.37), (0.9, 0.01, 24, 7.49)),
     ],
 )
-def test_the_optimal_depth_of_draft_models(a: float, c: float, depth: int, speedup: float) -> None:
+def test_the_optimum_of_draft_models(a: float, c: float, depth: int, speedup: float) -> None:
     """Theorem 3.8 of Leviathan et al. at its maximum."""
     best = Speculation(acceptance=[a], draft_cost=c).best()
     assert (best.depth, round(best.speedup, 2)) == (depth, speedup)
@@ -286,9 +286,7 @@ def test_the_optimal_depth_of_draft_models(a: float, c: float, depth: int, speed
     ("a", "v", "depth", "speedup"),
     [(0.6, 0.01, 7, 2.10), (0.8, 0.05, 8, 2.89), (0.9, 0.01, 25, 6.93)],
 )
-def test_the_optimal_depth_of_one_pass_drafters(
-    a: float, v: float, depth: int, speedup: float
-) -> None:
+def test_the_optimum_of_one_pass_drafters(a: float, v: float, depth: int, speedup: float) -> None:
     best = Speculation(acceptance=[a], fixed_cost=0.1, verify_cost=cost_by_slope(v)).best()
     assert (best.depth, round(best.speedup, 2)) == (depth, speedup)
 
@@ -336,9 +334,7 @@ def simulate(speculation: Speculation, depth: int, rounds: int = 20_000) -> floa
 
 @pytest.mark.parametrize("hits", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(("cost", "depth"), [(0.02, 6), (0.1, 4), (0.1, 7), (0.3, 3)])
-def test_asynchronous_drafting_is_close_to_a_simulation(
-    hits: float, cost: float, depth: int
-) -> None:
+def test_asynchronous_drafting_in_a_simulation(hits: float, cost: float, depth: int) -> None:
     """The estimate is within 5 % if drafts are complete in time, and never below the simulation."""
     verify = cost_by_slope(0.02)
     options = {"acceptance": [0.8], "draft_cost": cost, "verify_cost": verify}

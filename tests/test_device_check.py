@@ -151,9 +151,7 @@ def test_ctrl_c_keeps_finished_rows(
 
 
 @pytest.mark.parametrize("words", [["--cpu", "--stages", "card,cart"], ["--minutes", "1"]])
-def test_wrong_options_are_refused(
-    script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals(script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_:
         script.main(words)

@@ -78,7 +78,7 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield rest[:end]
 
 
-def unknown_word(words: list[str]) -> str:
+def unknown(words: list[str]) -> str:
     """Return the first verb or flag of a command that does not exist, or an empty string."""
     command: Any = command_line()
     rest = list(words)
@@ -105,8 +105,8 @@ def test_links_have_a_target(page: Path) -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_verbs_and_flags_exist(page: Path) -> None:
     for words in commands(page):
-        assert not unknown_word(words), (
-            f"{page.name}: forerun {shlex.join(words)}: there is no {unknown_word(words)}"
+        assert not unknown(words), (
+            f"{page.name}: forerun {shlex.join(words)}: there is no {unknown(words)}"
         )
 
 
@@ -120,9 +120,9 @@ def test_commands_and_their_mistakes_are_found() -> None:
     found = [words for page in GUIDES for words in commands(page)]
     assert ["generate", "What is the capital of France?"] in found
     assert len(found) > 80
-    assert unknown_word(["generte", "Hello"]) == "generte"
-    assert unknown_word(["bench", "decode", "--dephts", "4"]) == "--dephts"
-    assert unknown_word(["generate", "-x", "Hello"]) == "-x"
+    assert unknown(["generte", "Hello"]) == "generte"
+    assert unknown(["bench", "decode", "--dephts", "4"]) == "--dephts"
+    assert unknown(["generate", "-x", "Hello"]) == "-x"
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -196,11 +196,9 @@ def test_the_reference_of_the_library_has_every_public_name() -> None:
 @pytest.mark.parametrize("name", forerun.__all__)
 def test_documented_arguments_exist(name: str) -> None:
     """`make docs` refuses other names."""
-    exported = getattr(forerun, name)
-    methods = [
-        m for n, m in vars(exported).items() if not n.startswith("_") and inspect.isroutine(m)
-    ]
-    for each in (exported, *(getattr(method, "__func__", method) for method in methods)):
+    value = getattr(forerun, name)
+    methods = [m for n, m in vars(value).items() if not n.startswith("_") and inspect.isroutine(m)]
+    for each in (value, *(getattr(method, "__func__", method) for method in methods)):
         found = re.search(r"^Args:\n((?: +.*\n?|\n)*)", inspect.getdoc(each) or "", re.MULTILINE)
         if found:
             named = re.findall(r"^ {4}(\S.*?): ", found[1], flags=re.MULTILINE)
@@ -215,9 +213,7 @@ def test_every_help_ends_with_examples_that_exist() -> None:
         for example in examples:
             words = shlex.split(example.split(" | ")[-1])[1:]
             if words[:1] != ["COMMAND"]:
-                assert not unknown_word(words), (
-                    f"{path}: {example}: there is no {unknown_word(words)}"
-                )
+                assert not unknown(words), f"{path}: {example}: there is no {unknown(words)}"
 
 
 def test_the_default_length_is_the_same_everywhere() -> None:

@@ -121,11 +121,9 @@ def test_python_on_pages_runs(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The blocks of a page run in order, with a tiny model instead of the named ones."""
-    original = forerun.LLM
+    load = forerun.LLM
     monkeypatch.setattr(
-        forerun,
-        "LLM",
-        lambda model=None, **options: original(tiny.spoken(), kv_tokens=4096, **options),
+        forerun, "LLM", lambda model=None, **options: load(tiny.spoken(), kv_tokens=4096, **options)
     )
     names: dict[str, Any] = {"text": "a request that is given earlier"}
     found = [block for block in blocks(page) if not block.startswith("class Proposer:")]
@@ -136,14 +134,12 @@ def test_python_on_pages_runs(
 
 
 def test_the_interface_on_the_page_equals_the_code() -> None:
-    (interface,) = [
+    (shown,) = [
         block
         for block in blocks(DOCS / "write-a-drafter.md")
         if block.startswith("class Proposer:")
     ]
-    functions = [
-        node for node in ast.walk(ast.parse(interface)) if isinstance(node, ast.FunctionDef)
-    ]
+    functions = [node for node in ast.walk(ast.parse(shown)) if isinstance(node, ast.FunctionDef)]
     named = {function.name: ast.unparse(function.args) for function in functions}
     assert named.keys() == {"open", "propose", "close"}
     for name, parameters in named.items():
