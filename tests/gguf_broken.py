@@ -142,7 +142,8 @@ def mutations(data: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, byt
     """Yield (description, content) of `count` broken files; the kinds of mutation take turns and
     depend on the seed only."""
     walk = Walk(data)
-    parts, rng = walk.container(), random.Random(seed)
+    parts = walk.container()
+    rng = random.Random(seed)
     kinds: list[Callable[[], tuple[str, bytes]]] = [
         lambda: _truncated(data, rng.choice(walk.ends)),
         lambda: _truncated(data, rng.randrange(len(data))),
@@ -170,7 +171,8 @@ def _renumbered(data: bytes, where: tuple[int, int], rng: random.Random) -> tupl
 
 
 def _flipped(data: bytes, end: int, rng: random.Random) -> tuple[str, bytes]:
-    changed, places = bytearray(data), rng.choices(range(end), k=rng.choice((1, 1, 2, 8)))
+    changed = bytearray(data)
+    places = rng.choices(range(end), k=rng.choice((1, 1, 2, 8)))
     for at in places:
         changed[at] ^= rng.randrange(1, 256)
     return f"flipped {places}", bytes(changed)

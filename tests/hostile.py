@@ -245,7 +245,9 @@ def check_line(text: str) -> None:
 
 def run_mutations(count: int, seed: int, folder: Path) -> Counter[str]:
     """Load `count` mutated models; return how many were fine and how many were refused."""
-    rng, outcomes, originals = random.Random(seed), Counter[str](), bases()
+    rng = random.Random(seed)
+    outcomes = Counter[str]()
+    originals = bases()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i in range(count):
         directory = Path(shutil.copytree(rng.choice(originals), folder / "model"))

@@ -124,7 +124,8 @@ def drafter(kind: str, noise: float = 0.05) -> Path:
     """Write `tiny.spoken(noise)` with another vocabulary. Shared tokens keep their weights; others
     are slightly less likely than the target's token that they start with."""
     model = hf.LlamaForCausalLM.from_pretrained(tiny.spoken(noise))
-    embedding, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    embedding = model.model.embed_tokens.weight.detach()
+    head = model.lm_head.weight.detach()
     torch.manual_seed(3)
     new_embedding = torch.randn(size(kind), embedding.shape[1])
     new_head = torch.zeros(size(kind), head.shape[1])

@@ -144,7 +144,8 @@ def test_a_slow_period_does_not_distort_the_cost_of_one_size() -> None:
 
 
 def test_cost_ratios_are_stable_while_the_speed_drifts() -> None:
-    rng, costs = random.Random(0), CostModel()
+    rng = random.Random(0)
+    costs = CostModel()
     for step in range(4000):
         speed = math.exp(0.5 * math.sin(step / 200) + rng.gauss(0, 0.1))
         size = 1 if step % 10 else 5  # plain decoding is measured nine times as often

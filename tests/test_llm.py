@@ -202,7 +202,8 @@ def test_iterating_over_a_finished_stream_is_an_error(llm: LLM) -> None:
 
 def test_a_stopped_stream_ends_and_cannot_be_continued(llm: LLM) -> None:
     params = SamplingParams.pure(max_tokens=50, ignore_eos=True)
-    unread, running = llm.stream(PROMPT, params), llm.stream(PROMPT, params)
+    unread = llm.stream(PROMPT, params)
+    running = llm.stream(PROMPT, params)
     unread.stop()
     assert list(unread) == []
     for _ in running:

@@ -326,7 +326,8 @@ def spoken(noise: float = 0.0) -> Path:
     Most tokens have one likely successor, in cycles of eight: greedy decoding ends in a loop, and
     sampling leaves a cycle every few tokens, so that drafts are partly accepted. `noise` as in
     `worded`."""
-    directory, tokenizer = new_directory("spoken-") / "tiny", _tokenizer()
+    directory = new_directory("spoken-") / "tiny"
+    tokenizer = _tokenizer()
     model = hf_model("llama", gain=0.7, vocab_size=WORDED, max_position_embeddings=SPOKEN)
     texts = [tokenizer.decode([token]) for token in range(WORDED)]
     ascii_ids = [

@@ -195,7 +195,8 @@ def test_the_roofline_command_measures_forward_passes(capsys: pytest.CaptureFixt
 
 def test_joules_per_token(pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The package takes 10 W idle, 30 W plain and 20 W drafting, which is twice as fast."""
-    package, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), Clock()
+    package = zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    clock = Clock()
 
     def spend(seconds: float, watts: float = 10.0) -> None:
         clock.now += seconds

@@ -63,7 +63,8 @@ def test_unsupported_families_are_refused(name: str, tmp_path: Path) -> None:
 def test_pruning_keeps_the_first_and_the_last_layer(name: str) -> None:
     """Each family gives a drafter of two layers."""
     written = gguf_files.written(name, "Q8_0")
-    kept, full = prune(written.path, 2).state_dict(), load_module(written.path).state_dict()
+    kept = prune(written.path, 2).state_dict()
+    full = load_module(written.path).state_dict()
     last = load_config(written.path).layers - 1
     pairs = [(n, n.replace(f".{last}.", ".1.")) for n in full if f".{last}." in n]
     assert len(pairs) > 3 and all(torch.equal(full[n], kept[m]) for n, m in pairs)

@@ -176,7 +176,8 @@ def test_the_documentation_lists_all_families() -> None:
 @pytest.mark.parametrize("kinds", ["F32", "F16"])
 @names
 def test_float_files_have_parity(name: str, kinds: str, kernels: str) -> None:
-    file, text = written(name, kinds), ids(24)
+    file = written(name, kinds)
+    text = ids(24)
     load = native_decoder if kernels == "native" else load_float32
     assert_near(logits(load(file.path), text), expected_logits(file.model, text))
 
@@ -188,7 +189,8 @@ def load_float32(path: Path) -> Decoder:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
 def test_quantized_files_have_parity_with_their_dequantized_weights(name: str, kinds: str) -> None:
-    file, text = written(name, kinds), ids(24)
+    file = written(name, kinds)
+    text = ids(24)
     assert_near(logits(load_float32(file.path), text), expected_logits(file.model, text))
 
 

@@ -91,7 +91,8 @@ def digest_of(ids: Sequence[int]) -> str:
 def test_token_ids_are_those_of_llama_cpp(name: str) -> None:
     """The text of special tokens is parsed as such, or kept as plain text."""
     expected, _ = case(name)
-    texts, tokenizer = fixture()["texts"][expected["texts"]], built(name)
+    texts = fixture()["texts"][expected["texts"]]
+    tokenizer = built(name)
     parsed = expected["parsed"].split()
     plain = [b if b != "=" else a for a, b in zip(parsed, expected["plain"].split(), strict=True)]
     for answers, as_plain in ((plain, True), (parsed, False)):
@@ -350,7 +351,8 @@ def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer) -> None:
     for text in fixture()["texts"]["few"][::7]:
         ids = tokenizer.encode(text, special=False, parse=False)
         for cut in (0, 1, 5):
-            before, text_of_all = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+            before = tokenizer.decode(ids[:cut])
+            text_of_all = tokenizer.decode(ids)
             if ids[cut:] and not before.endswith("\ufffd") and text_of_all.startswith(before):
                 assert streamed_text(tokenizer, ids[:cut], ids[cut:]) == text_of_all[len(before) :]
 

@@ -139,10 +139,8 @@ def test_native_kernels_round_only_activations(name: str, kinds: gguf_files.Kind
     """An activation between two integers may round either way in float32 and float64. That is rare
     for single tokens, but happens in a text of twenty, so bounds differ."""
     path = gguf_files.written(name, kinds).path
-    rounded, found = (
-        RoundingDecoder(load_config(path), path, torch.float64, CPU, 128),
-        cached_decoder(path),
-    )
+    rounded = RoundingDecoder(load_config(path), path, torch.float64, CPU, 128)
+    found = cached_decoder(path)
     each = [relative_error(logits(found, [token]), logits(rounded, [token])) for token in ids(9)]
     assert sorted(each)[4] < 1e-6
     text = ids(20)
@@ -165,7 +163,8 @@ def test_native_kernels_round_only_activations(name: str, kinds: gguf_files.Kind
 )
 def test_every_precision_can_be_requested(name: str, kinds: str, options: dict[str, Any]) -> None:
     """The logits stay close, and the precision is the requested one."""
-    written, text = gguf_files.written(name, kinds), ids(12)
+    written = gguf_files.written(name, kinds)
+    text = ids(12)
     runner = make_runner(Config.of(kv_tokens=128, context=64, **options), written.path, CPU)
     forms = runner.decoder.precision.split(",")[0].split(" and ")
     requested = options.get("quantization") or options.get("dtype")

@@ -232,7 +232,9 @@ def cached(
 def test_corrupt_packed_files_are_ignored(cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
     """The logits stay equal, since a corrupt file counts as a missing one."""
     load_and_run, file = cached
-    content, expected, rng = file.read_bytes(), load_and_run(), random.Random(3)
+    content = file.read_bytes()
+    expected = load_and_run()
+    rng = random.Random(3)
     for i in range(60):
         data = bytearray(content)
         if i % 3 == 0:
@@ -263,7 +265,8 @@ def test_packed_files_with_an_impossible_index_are_ignored(
 ) -> None:
     """Their checksums are right, but the index has impossible entries."""
     load_and_run, file = cached
-    content, expected = file.read_bytes(), load_and_run()
+    content = file.read_bytes()
+    expected = load_and_run()
     start, length, _, _ = TRAILER.unpack(content[-TRAILER.size :])
     own, index = json.loads(content[start : start + length])
     index["0.qkv"] = entry

@@ -35,7 +35,8 @@ def packed(experts: int, rows: int, inputs: int, seed: int) -> tuple[np.ndarray,
     values = np.empty((experts, rows, inputs), np.float32)
     for at in np.ndindex(blocks.shape):
         *row, group, i = at
-        byte, size = int(blocks[at]), 2.0 ** (int(scales[at[:3]]) - 127)
+        byte = int(blocks[at])
+        size = 2.0 ** (int(scales[at[:3]]) - 127)
         first = group * 32 + 2 * i  # values 2i and 2i + 1 of the group share a byte
         values[tuple(row)][first : first + 2] = E2M1[byte & 15] * size, E2M1[byte >> 4] * size
     return blocks, scales, values
@@ -80,7 +81,8 @@ def test_logits_are_those_of_transformers() -> None:
 def test_native_kernels_keep_mxfp4() -> None:
     """Experts stay in MXFP4 and others in bfloat16, unless a precision is requested."""
     path, _ = checkpoint()
-    config, text = load_config(path), ids(9)
+    config = load_config(path)
+    text = ids(9)
     found = NativeDecoder(config, path, "float32", 64, keep=True)
     assert found.precision.startswith("float32 and mxfp4,")
     expected = RoundingDecoder(config, path, torch.float64, CPU, 64)

@@ -226,7 +226,8 @@ def test_rounded_weights_are_those_of_the_native_kernels(
     assert decoder.precision.startswith("int8, torch" if packing == "int8" else "int4 and int8, ")
     for i, layer in enumerate(decoder.weights.layers):
         for part in ("qkv", "out", "down"):  # their rows are in order
-            weight, packed = getattr(layer, part).weight, getattr(theirs.weights.layers[i], part)
+            weight = getattr(layer, part).weight
+            packed = getattr(theirs.weights.layers[i], part)
             weight = replace(weight, dtype=torch.float32)
             assert torch.equal(weight.dequantize(), packed[torch.arange(weight.outputs)])
     head = replace(decoder.weights.head.weight, dtype=torch.float32)
@@ -292,8 +293,10 @@ def test_speculation_is_lossless(packing: str) -> None:
 def test_drafters_share_the_packed_embedding_and_head(packing: str) -> None:
     path = gguf_files.written("llama", "Q8_0").path
     decoder = load(path, packing, torch.bfloat16)
-    view, exact = view_of(decoder), view_of(with_float_weights(decoder))
-    ids, x = torch.tensor([[3, 5], [0, 9]]), torch.randn(4, decoder.config.hidden)
+    view = view_of(decoder)
+    exact = view_of(with_float_weights(decoder))
+    ids = torch.tensor([[3, 5], [0, 9]])
+    x = torch.randn(4, decoder.config.hidden)
     assert torch.equal(view.table[ids], exact.table[ids])
     torch.testing.assert_close(view.head(x), exact.head(x), rtol=0.01, atol=0.01)
 

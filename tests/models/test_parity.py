@@ -213,7 +213,8 @@ def reordered_path(parents: Sequence[int]) -> list[int]:
 @simple_cases
 def test_features_are_the_hidden_states_between_layers(case: Case) -> None:
     """transformers normalises its last hidden state, so a hook captures the input of the norm."""
-    model, text = reference(case.name), text_of(case.prefix + 4, 15)
+    model = reference(case.name)
+    text = text_of(case.prefix + 4, 15)
     norm, caught = model.transformer.ln_f if case.name == "gpt2" else model.model.norm, []
     hook = norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
     with torch.no_grad():
@@ -237,7 +238,9 @@ def test_dynamic_rope_does_not_depend_on_chunks(cut: list[int], tmp_path: Path) 
     """Beyond max_position_embeddings, position t rotates as in a text of t + 1 tokens."""
     model = tiny.hf_model("llama-dynamic", gain=GAIN, max_position_embeddings=32)
     model.save_pretrained(tmp_path)
-    text, cache, expected = text_of(60, 16), hf.DynamicCache(config=model.config), []
+    text = text_of(60, 16)
+    cache = hf.DynamicCache(config=model.config)
+    expected = []
     with torch.no_grad():
         for token in text:
             expected.append(
@@ -322,7 +325,8 @@ old_cases = pytest.mark.parametrize(
 
 @old_cases
 def test_older_configuration_formats_are_equivalent(name: str, change: Any, tmp_path: Path) -> None:
-    new, old = load_config(directory(name)), load_config(with_config(name, change, tmp_path))
+    new = load_config(directory(name))
+    old = load_config(with_config(name, change, tmp_path))
     plain: dict[str, Any] = dict(raw={}, ropes=())
     assert dataclasses.replace(old, **plain) == dataclasses.replace(new, **plain)
     assert len(old.ropes) == len(new.ropes)

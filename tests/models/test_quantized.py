@@ -352,7 +352,8 @@ def test_lossless_packing_has_the_layout_of_the_compiled_code(
     exact = LosslessMatrix(
         form, values.to(torch.int8), scale if form == "int4" else scale.float()[:, 0]
     )
-    own, packed = PackedMatrix(exact, None, form, gated), PackedMatrix(weight, None, form, gated)
+    own = PackedMatrix(exact, None, form, gated)
+    packed = PackedMatrix(weight, None, form, gated)
     assert (own.data == packed.data).all()
     assert (own.scale == packed.scale).all()
 

@@ -134,7 +134,8 @@ def test_drafted_chains_use_noise_by_token_id(temperature: float) -> None:
     """A native chain equals successive forward passes, even if most likely tokens are not
     listed."""
     native.start(1)
-    path, ids = tiny.family("llama"), torch.tensor([i for i in range(64) if i % 8 == 3])
+    path = tiny.family("llama")
+    ids = torch.tensor([i for i in range(64) if i % 8 == 3])
     runner = Runner(
         NativeDecoder(load_config(path), path, "float32", 64, shortlist=ids),
         tokens=64,

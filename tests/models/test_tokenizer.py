@@ -189,11 +189,13 @@ def test_vocabulary_bytes_are_those_within_a_text(either: Tokenizer) -> None:
 def test_invalid_bytes_never_crash(seed: int, either: Tokenizer) -> None:
     """Random bytes are split between prompt and output, and the text after them is still
     complete."""
-    rng, ending = random.Random(seed), either.encode("abcab", special=False)
+    rng = random.Random(seed)
+    ending = either.encode("abcab", special=False)
     for _ in range(120):
         data = bytes(rng.choice(b"ab\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xa9\xff") for _ in range(14))
         cut = rng.randint(0, 14)
-        prompt, output = byte_ids(either, data[:cut]), byte_ids(either, data[cut:])
+        prompt = byte_ids(either, data[:cut])
+        output = byte_ids(either, data[cut:])
         assert streamed_text(either, prompt, output + ending).endswith("bcab")
 
 
@@ -228,7 +230,8 @@ def test_first_word_keeps_its_space_after_a_prompt(fallback: Tokenizer) -> None:
 
 def test_invalid_text_is_not_pending_for_ever(tokenizer: Tokenizer) -> None:
     """Pending text is bounded, so that tokens take constant time; later text is still complete."""
-    bad, special = byte_ids(tokenizer, b"\xff"), tokenizer.vocabulary()["<|end|>"]
+    bad = byte_ids(tokenizer, b"\xff")
+    special = tokenizer.vocabulary()["<|end|>"]
     stream, text = TextStream(tokenizer, [], ()), ""
     for token in [*bad * 1000, *[special] * 1000, *byte_ids(tokenizer, b"end")]:
         stream.append(token)
