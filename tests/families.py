@@ -59,8 +59,8 @@ GEMMA3N = dict(
 )  # fmt: skip
 SHARED_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 
-# transformers applies the lower bound of the time steps of Nemotron-H if it reads several tokens, but
-# not for one
+# transformers applies the lower bound of the time steps of Nemotron-H to several tokens, but not to
+# one
 NEMOTRON = dict(
     PADDED, time_step_min=1e-12, num_hidden_layers=None, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
     head_dim=8, ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2, chunk_size=8, expand=2,

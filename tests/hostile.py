@@ -1,5 +1,5 @@
-"""Hostile model files: random mutations of model directories, which must load and work or be refused
-in one line.
+"""Hostile model files: random mutations of model directories, which must load and work or be
+refused in one line.
 
 Run more of them with: python -m tests.hostile --count 5000 --seed 1
 """

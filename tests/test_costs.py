@@ -57,8 +57,8 @@ def test_cold_measurements_are_replaced_by_the_first_warm_one() -> None:
 
 
 def test_prefill_costs_predict_the_cost_of_unmeasured_rows() -> None:
-    """The prediction is a roofline: the cost of the smallest forward pass, then proportional. Prompts
-    bound by memory, a single cold one, and hardware with other prefill kernels do not count."""
+    """The prediction is a roofline: constant, then proportional. Prompts bound by memory, a single
+    cold one, and hardware with other prefill kernels do not count."""
 
     def model(*prefills: tuple[int, float], predicts: bool = True) -> CostModel:
         costs = CostModel()

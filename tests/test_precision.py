@@ -49,9 +49,9 @@ def perplexity(**options: Any) -> float:
 @pytest.mark.one_in(0)
 @pytest.mark.default_model
 def test_perplexity_stays_near_that_of_bfloat16() -> None:
-    """Reading a tensor wrongly (order of heads, scales, bytes of words) costs far more than the first
-    bound. The file has 4 bits with an offset per 32 weights; our int4 has no offset and rounds
-    again."""
+    """Reading a tensor wrongly (order of heads, scales, bytes of words) costs far more than the
+    first bound. The file has 4 bits with an offset per 32 weights; our int4 has no offset and
+    rounds again."""
     reference = perplexity(dtype="bfloat16")
     assert reference < 18
     for form, bound in (("none", 0.02), ("int8", 0.02), ("int4", 0.3)):

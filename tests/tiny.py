@@ -246,8 +246,8 @@ def eagle(config: EagleConfig, seed: int = 6) -> Eagle3Head:
 
 
 def parallel(name: str, layers: int = 2, **changes: Any) -> Eagle3Head:
-    """Return an EAGLE-3 head for `family(name)` that drafts in parallel, with several layers and its
-    own embedding."""
+    """Return an EAGLE-3 head for `family(name)` that drafts in parallel, with several layers and
+    its own embedding."""
     layer = {"num_hidden_layers": layers} | changes.pop("layer", {})
     return eagle(eagle_config(name, layer, mask_token=3, **({"own_embedding": True} | changes)))
 
@@ -397,7 +397,7 @@ def decoder(
 def native_decoder(
     path: Path, shortlist: tuple[int, ...] | None = None, form: str = "bfloat16"
 ) -> NativeDecoder:
-    """Return a decoder on native kernels; quantised weights stay as stored, others are in `form`."""
+    """Return a decoder on native kernels; quantised weights stay, others are in `form`."""
     native.start(2)
     ids = shortlist and torch.tensor(shortlist)
     return NativeDecoder(load_config(path), path, form, 256, keep=True, shortlist=ids)

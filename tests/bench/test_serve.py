@@ -208,7 +208,7 @@ def test_repeated_prompts_are_reported() -> None:
 
 
 def test_vllms_counters_replace_missing_statistics() -> None:
-    """They are differences over each counted run and sums over engines; similar names are ignored."""
+    """They are differences over a counted run, summed over engines; similar names do not count."""
 
     def behave(handler: Handler, body: dict[str, Any]) -> None:
         n = len(handler.fake.bodies)

@@ -221,7 +221,7 @@ def engine(name: str, log: list[Any], seconds: float = 1.0, fails: int = 99) -> 
 
 
 def test_rounds_are_fair() -> None:
-    """Each round runs all arms on the same prompts, the next arm first; a failed engine is dropped."""
+    """Each round runs all arms on the same prompts, the next arm first; failures are final."""
     log: list[Any] = []
     failures: list[dict[str, str]] = []
     engines = Engines([engine(OURS, log), engine("a", log), engine("b", log, fails=3)], failures)
@@ -456,7 +456,7 @@ def test_the_ngram_cache_drafts_likely_continuations(script) -> None:
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 def test_written_gguf_files_hold_all_tensors(form: str, script, tmp_path: Path, pair: Pair) -> None:
-    """They have llama.cpp's names and the requested format, and are close to the original values."""
+    """They have llama.cpp's names and the requested format, and are close to the originals."""
     gguf = pytest.importorskip("gguf")
     target = pair.directory / "target"
     script("write_gguf").convert(target, form, tmp_path / "m.gguf")

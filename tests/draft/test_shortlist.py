@@ -135,7 +135,9 @@ def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
             LLM(target, draft=draft, draft_shortlist=str(tmp_path / name), kv_tokens=512)
     with pytest.raises(ConfigError, match="is no file"):
         LLM(target, draft=draft, draft_shortlist=5)
-    runner = Runner(tiny.decoder(tiny.drafter("llama"), shortlist=(60, 63)), tokens=64, page=4, slots=1)
+    runner = Runner(
+        tiny.decoder(tiny.drafter("llama"), shortlist=(60, 63)), tokens=64, page=4, slots=1
+    )
     with pytest.raises(LoadError, match="none of the 60 tokens"):
         draft_model(runner, "there", 60, 1)
 

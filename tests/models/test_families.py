@@ -1,8 +1,8 @@
 """Parity with transformers for every family and rope scaling, for any split of a text into forward
 passes, on torch and on the native kernels.
 
-Covers whole prompts, chunks and single tokens; draft trees in fragmented pages, beside other requests
-and after commits; equal bits for any batch; checkpoints, configurations and refusals of families."""
+Covers prompts, chunks and single tokens; draft trees in fragmented pages, beside other requests
+and after commits; equal bits for any batch; checkpoints and configurations of families."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ cases = pytest.mark.parametrize("case", [*SIMPLE, *map(Case, families.MODELS)], 
 
 @cases
 def test_parity_of_prompts_chunks_and_single_tokens(case: Case) -> None:
-    """Two texts are read side by side in different chunks, and one of them at once. Windows have 7 to
-    9 tokens, ropes are scaled from 16 on; chunks are shorter and longer than MAX_BATCHED."""
+    """Two texts are read side by side in different chunks, and one of them at once. Windows have 7
+    to 9 tokens, ropes are scaled from 16 on; chunks are shorter and longer than MAX_BATCHED."""
     texts = [text_of(case.prefix + 16, 1), text_of(case.prefix + 13, 2)]
     expected = logits_of(case.name, texts)
     for kernels in KERNELS:
@@ -69,8 +69,8 @@ def test_parity_of_prompts_chunks_and_single_tokens(case: Case) -> None:
 
 
 def check_trees(case: Case, kernels: Sequence[str]) -> None:
-    """Check two trees in a row in each of two slots, the first beside a chunk in a third slot; after
-    a commit the logits must be those of plain text."""
+    """Check two trees in a row in each of two slots, the first beside a chunk in a third slot;
+    after a commit the logits must be those of plain text."""
     prompts = [text_of(case.prefix - slot, 12 + slot) for slot in (0, 1)]
     chunk, start = text_of(case.prefix - 2, 5), case.prefix - 4 - MAX_BATCHED
     trees = [[grown_tree(8, 20), grown_tree(6, 21)], [grown_tree(6, 22), grown_tree(9, 23)]]

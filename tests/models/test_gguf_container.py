@@ -42,7 +42,7 @@ SMALL = Container(
 
 
 def refused(path: Path, *words: str) -> None:
-    """Assert that opening raises LoadError in one line with the file's folder and all of `words`."""
+    """Assert that opening raises LoadError in one line with the folder and all of `words`."""
     checks.refused(lambda: open_gguf(path), path, str(path.parent), *words)
 
 
@@ -343,8 +343,8 @@ def load_all(path: Path) -> None:
 
 
 def failure_of(path: Path) -> str | None:
-    """Return what went wrong if a file neither loads nor is refused in one line; a warning counts as
-    an error."""
+    """Return what went wrong if a file neither loads nor is refused in one line; a warning counts
+    as an error."""
     message = survey([LocalModel("file", path, "here")])[0].reason
     try:
         with warnings.catch_warnings():

@@ -1,6 +1,6 @@
 """Tokenizers of GGUF files give llama.cpp's ids, which scripts/tokenizer_fixture.py recorded.
 
-Also: merges made from scores against a slow reference, end tokens, refusals, `Tokenizer` of a file."""
+Also: merges made from scores against a slow reference, end tokens, refusals, `Tokenizer`."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def check_parity(name: str, kinds: gguf_files.Kinds) -> None:
     written = gguf_files.written(name, kinds)
     text = ids(80 if name == "phi3-longrope" else 24)  # its long factors apply from 64 tokens on
     found = logits(load_decoder(written.path, torch.float64, CPU, 128), text)
-    # the file stores divisors of frequencies in float32, and transformers computes those of longrope
-    # again, here in float64
+    # the file has divisors of frequencies in float32; transformers computes those of longrope again,
+    # here in float64
     slack = 1e-5 if name in ("llama-llama3", "phi3-longrope") else 1e-9
     assert relative_error(found, reference_logits(written.model, text)) < slack
 

@@ -123,7 +123,7 @@ def test_impossible_sizes_and_factors_are_refused(
 def test_a_context_larger_than_the_memory_is_refused(
     copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A configuration may state any context, so its tables are checked before they are allocated."""
+    """A configuration may state any context; tables are checked before they are allocated."""
     directory = set_json(
         copy(tiny.family("llama")) / "config.json", max_position_embeddings=1 << 24
     )
@@ -214,7 +214,7 @@ def test_a_huge_config_file_is_refused(copy: Callable[[Path], Path]) -> None:
 def cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Callable[[], torch.Tensor], Path]:
-    """Return a function that loads a model and returns logits, and the model's file in the cache."""
+    """Return a function that loads a model and gives its logits, and the file in the cache."""
     native.start(1)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packed_cache, "MIN_BYTES", 0)

@@ -1,5 +1,5 @@
-"""gpt-oss with experts in the published MXFP4 format: two values in a byte, interleaved rows of gates
-and ups."""
+"""gpt-oss with experts in the published MXFP4 format: two values in a byte, interleaved rows of
+gates and ups."""
 
 from __future__ import annotations
 

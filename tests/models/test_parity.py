@@ -51,7 +51,7 @@ class Case:
         return f"{self.name}-{self.context}"
 
 
-# longrope has short factors up to 64 positions and long ones above; transformers chooses them by the
+# longrope has short factors up to 64 positions and long ones above; transformers chooses by the
 # length of the text
 SIMPLE = [Case(name) for name in [*tiny.FAMILIES, *tiny.VARIANTS] if name != "phi3-longrope"]
 SIMPLE += [Case("phi3-longrope", 64), Case("phi3-longrope", 256, 70)]
@@ -136,8 +136,8 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -
 
 
 class Session:
-    """A runner with small pages in random order and arbitrary values in unused rows, and the text of
-    each slot."""
+    """A runner with small pages in random order and arbitrary values in unused rows, and the text
+    of each slot."""
 
     def __init__(self, decoder: Decoder, slots: int = 3, seed: int = 0) -> None:
         self.runner = Runner(decoder, tokens=slots * decoder.context, page=4, slots=slots)
@@ -187,8 +187,8 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 def check_bits_of_single_tokens(
     model: Any, text: list[int], other: list[int], nodes: int, checked: Sequence[int]
 ) -> None:
-    """Assert that a chunk beside another request, and the `checked` nodes of a tree after it, have the
-    bits of single-token passes."""
+    """Assert that a chunk beside another request, and the `checked` nodes of a tree after it, have
+    the bits of single-token passes."""
     single, chunked = Session(model), Session(model)
     rows = torch.cat([single.read(0, [token]).clone() for token in text])
     tokens, parents = grown_tree(nodes, 8)
