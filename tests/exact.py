@@ -1,4 +1,4 @@
-"""Distances of exact distributions (`forerun.check.oracle`), and the mean number of emitted
+"""Differences of exact distributions (`forerun.check.oracle`) and mean numbers of emitted
 tokens."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiny random models of further families, built by transformers from a few fields.
 
-All parameters and buffers are disturbed before they are saved: at first biases are 0 and norms 1,
-and whole terms of a model would go untested."""
+All parameters and buffers are randomised before they are saved: initially biases are 0 and norms 1,
+so that terms of a model would not be tested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 VOCAB = 64  # of all tiny models
-# transformers lists Mistral 4 only among multimodal models
+# transformers registers Mistral 4 only as a multimodal model
 hf.AutoModelForCausalLM.register(hf.Mistral4Config, hf.Mistral4ForCausalLM, exist_ok=True)
 
 BASE: dict[str, Any] = dict(
@@ -59,8 +59,8 @@ GEMMA3N = dict(
 )  # fmt: skip
 SHARED_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 
-# transformers bounds the time steps of Nemotron-H from below where it reads several tokens, but not
-# where it reads one
+# transformers applies the lower bound of the time steps of Nemotron-H to several tokens, but not to
+# one
 NEMOTRON = dict(
     PADDED, time_step_min=1e-12, num_hidden_layers=None, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
     head_dim=8, ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2, chunk_size=8, expand=2,
@@ -72,7 +72,7 @@ FALCON = dict(
     embedding_multiplier=2.0, lm_head_multiplier=0.7, key_multiplier=0.6, attention_in_multiplier=1.2,
     attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8, ssm_multipliers=[0.7, 1.1, 0.9, 1.2, 0.5],
 )  # fmt: skip
-UNTOUCHED = (
+NOT_RANDOMISED = (
     "inv_freq", "embed_scale", "A_log", "mup_vector", "act_fn.eps", "slope_rate", "query_decay", "key_decay", "diagonal_decay",
     "per_layer_projection_scale", "per_layer_input_scale", "router_input_scale",
 )  # fmt: skip
@@ -246,7 +246,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# beginnings of the names of models with recurrent layers
+# prefixes of the names of models with recurrent layers
 RECURRENT = (
     "falcon_h1",
     "granite4-hybrid",
@@ -259,15 +259,15 @@ RECURRENT = (
 
 
 def make(name: str, gain: float = 1.0, seed: int = 0, **changes: Any) -> Any:
-    """The transformers model of that name, float32; `gain` is the size of its weights."""
+    """Return the transformers model of that name, float32; `gain` scales its weights."""
     model_type, fields = MODELS[name]
-    # Mistral 4's configuration writes into the rope parameters that it is given
+    # Mistral 4's configuration modifies the given rope parameters
     config = hf.AutoConfig.for_model(model_type, **copy.deepcopy(fields | changes))
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
-            if not value.is_floating_point() or key.endswith(UNTOUCHED):
+            if not value.is_floating_point() or key.endswith(NOT_RANDOMISED):
                 continue
             if value.ndim > 1:
                 value.normal_(0.0, 0.3 * gain)

@@ -1,10 +1,8 @@
-"""Processes of the command line that need not import what others have imported already.
+"""Command line processes that are forked from a server with all imports done.
 
-Whatever starts with torch starts with seconds of imports. A nursery, one for each process that runs
-tests, has them
-behind it and forks: what comes of that is the command line in a process of its own, with its own
-signals, descriptors and end. What imports themselves are a part of (a signal while they go on, how
-long a start takes) is tested by `python -m forerun`.
+Importing torch takes seconds. Each process that runs tests has one fork server; its children are
+separate processes with their own signals, descriptors and exit codes. Tests in which the imports
+matter (signals during imports, start-up time) run `python -m forerun`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Process:
-    """As much of subprocess.Popen as tests ask of a process."""
+    """The part of subprocess.Popen that tests use."""
 
     def __init__(
         self,
@@ -41,15 +39,15 @@ class Process:
         env: dict[str, str],
         tty: bool = False,
     ):
-        """`tty`: it leads a session of its own, whose terminal is its stdin."""
-        mine, theirs = os.pipe()
-        said = {"arguments": arguments, "env": env, "tty": tty}
+        """`tty` makes the process the leader of a session whose terminal is its stdin."""
+        ours, theirs = os.pipe()
+        order = {"arguments": arguments, "env": env, "tty": tty}
         socket.send_fds(
-            _nursery(), [json.dumps(said).encode() + b"\0"], [stdin, stdout, stderr, theirs]
+            _fork_server(), [json.dumps(order).encode() + b"\0"], [stdin, stdout, stderr, theirs]
         )
         os.close(theirs)
-        self._status, self.args, self.returncode = mine, arguments, None
-        (self.pid,) = struct.unpack("i", os.read(mine, 4))
+        self._status, self.args, self.returncode = ours, arguments, None
+        (self.pid,) = struct.unpack("i", os.read(ours, 4))
 
     def poll(self, seconds: float = 0.0) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
@@ -72,31 +70,29 @@ class Process:
 
 
 def run(*arguments: str, **env: str) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of a command line that reads nothing."""
+    """Run a command line without input; return its exit code, stdout and stderr."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         try:
-            process = Process(
-                [*arguments], nowhere, out.fileno(), errors.fileno(), os.environ | env
-            )
+            process = Process([*arguments], null, out.fileno(), errors.fileno(), os.environ | env)
         finally:
-            os.close(nowhere)
+            os.close(null)
         code = process.wait(120)
         for file in (out, errors):
             file.seek(0)
         return code, out.read().decode(), errors.read().decode()
 
 
-class Spoken(Process):
-    """One whose stderr is read, as text; the rest is nowhere."""
+class StderrProcess(Process):
+    """A process whose stderr is read as text; stdin and stdout are the null device."""
 
     def __init__(self, *arguments: str, **env: str) -> None:
         outer, inner = os.pipe()
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         try:
-            super().__init__([*arguments], nowhere, nowhere, inner, os.environ | env)
+            super().__init__([*arguments], null, null, inner, os.environ | env)
         finally:
-            os.close(nowhere)
+            os.close(null)
             os.close(inner)
         self.stderr = open(outer, encoding="utf-8")  # noqa: SIM115
 
@@ -105,7 +101,7 @@ class Spoken(Process):
         assert code is not None
         return None, self.stderr.read()
 
-    def __enter__(self) -> Spoken:
+    def __enter__(self) -> StderrProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,9 +110,9 @@ class Spoken(Process):
 
 
 @functools.cache
-def _nursery() -> socket.socket:
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", f"from tests.forked import nurse; nurse({theirs.fileno()})"]
+def _fork_server() -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", f"from tests.forked import serve; serve({theirs.fileno()})"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, pass_fds=[theirs.fileno()], cwd=ROOT, env=env, stdin=subprocess.DEVNULL
@@ -124,15 +120,15 @@ def _nursery() -> socket.socket:
     theirs.close()
 
     def end() -> None:
-        mine.close()
+        ours.close()
         process.wait()
 
     atexit.register(end)
-    return mine
+    return ours
 
 
-def nurse(descriptor: int) -> None:
-    """Fork a command line for each order, until there is nobody left to give one."""
+def serve(descriptor: int) -> None:
+    """Fork a command line for each order, until the socket is closed."""
     import forerun.cli.chat
     import forerun.llm
     import forerun.server.app
@@ -140,12 +136,12 @@ def nurse(descriptor: int) -> None:
 
     orders = socket.socket(fileno=descriptor)
     while True:
-        said, descriptors, *_ = socket.recv_fds(orders, 1 << 20, 4)
-        if not said:
+        order, descriptors, *_ = socket.recv_fds(orders, 1 << 20, 4)
+        if not order:
             break
         if not os.fork():
             orders.close()
-            _watch(json.loads(said.rstrip(b"\0")), descriptors)
+            _supervise(json.loads(order.rstrip(b"\0")), descriptors)
             return
         for each in descriptors:
             os.close(each)
@@ -161,14 +157,14 @@ def _reap(options: int) -> None:
         pass
 
 
-def _watch(order: dict[str, Any], descriptors: list[int]) -> None:
-    """Fork once more, and tell how that ends: who gave the order cannot wait for it."""
-    *three, status = descriptors
+def _supervise(order: dict[str, Any], descriptors: list[int]) -> None:
+    """Fork again and report the exit code, since the client cannot wait for a process of ours."""
+    *streams, status = descriptors
     child = os.fork()
     if not child:
         os.close(status)
-        _run(order, three)
-    for each in three:
+        _run_command_line(order, streams)
+    for each in streams:
         os.close(each)
     os.write(status, struct.pack("i", child))
     _, code = os.waitpid(child, 0)
@@ -176,25 +172,25 @@ def _watch(order: dict[str, Any], descriptors: list[int]) -> None:
     os._exit(0)
 
 
-def _run(order: dict[str, Any], descriptors: list[int]) -> None:
-    """Be the command line, from its first word to the end of the interpreter."""
+def _run_command_line(order: dict[str, Any], descriptors: list[int]) -> None:
+    """Run the command line in this process until the interpreter exits."""
     if order["tty"]:
         os.setsid()
         fcntl.ioctl(descriptors[0], termios.TIOCSCTTY, 0)
-    for place, each in enumerate(descriptors):
-        os.dup2(each, place)
+    for number, each in enumerate(descriptors):
+        os.dup2(each, number)
         os.close(each)
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = [str(ROOT / "forerun" / "__main__.py"), *order["arguments"]]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    for name, place in (("stdout", 1), ("stderr", 2)):
-        raw = io.FileIO(place, "w", closefd=False)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(number, "w", closefd=False)
         setattr(
             sys,
             name,
             io.TextIOWrapper(
-                raw, "utf-8", "backslashreplace" if place == 2 else "strict", write_through=True
+                raw, "utf-8", "backslashreplace" if number == 2 else "strict", write_through=True
             ),
         )
     from forerun.cli.main import main

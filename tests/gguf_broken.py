@@ -1,5 +1,5 @@
-"""Broken GGUF files, byte by byte: a container taken apart and put together again, and many ways to
-spoil one."""
+"""Broken GGUF files: a parser and writer for all fields of a container, and mutations of a valid
+file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-SIZES = {
-    kind: struct.calcsize(code) for kind, code in CODES.items()
-}  # bytes of each type of number
+SIZES = {kind: struct.calcsize(code) for kind, code in CODES.items()}  # bytes of each number type
 STRING, ARRAY = 8, 9
 EXTREMES = (
     0,
@@ -36,26 +34,25 @@ Info = tuple[bytes, tuple[int, ...], int, int]  # name, dimensions, type, offset
 
 
 def text(value: bytes | str, length: int | None = None) -> bytes:
-    """A string as files have it, with any length before it."""
+    """Return a string as it is stored; `length` replaces its true length."""
     value = value.encode() if isinstance(value, str) else value
     return struct.pack("<Q", len(value) if length is None else length) + value
 
 
 def number(kind: int, value: float) -> bytes:
-    """A number of a type."""
+    """Return a number as it is stored."""
     return struct.pack("<" + CODES[kind], value)
 
 
 def array(kind: int, values: list[Any], count: int | None = None) -> bytes:
-    """An array with any count before it."""
+    """Return an array as it is stored; `count` replaces its true length."""
     each = [text(v) if kind == STRING else number(kind, v) for v in values]
     return struct.pack("<IQ", kind, len(values) if count is None else count) + b"".join(each)
 
 
 @dataclass
 class Container:
-    """A file in its parts; `counts` are those of tensors and keys that it states, if not its
-    own."""
+    """The parts of a file; `counts` replace the true numbers of tensors and keys."""
 
     pairs: list[Pair]
     infos: list[Info]
@@ -66,7 +63,7 @@ class Container:
     counts: tuple[int, int] | None = None
 
     def pack(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         out = self.magic + struct.pack(
             "<IQQ", self.version, *(self.counts or (len(self.infos), len(self.pairs)))
         )
@@ -79,23 +76,23 @@ class Container:
         return out + bytes(-len(out) % self.alignment) + self.data
 
     def with_pair(self, key: str, kind: int, value: bytes) -> Container:
-        """The same with one key's value replaced or added."""
+        """Return a copy with one key's value replaced or added."""
         kept = [pair for pair in self.pairs if pair[0] != key.encode()]
         return replace(self, pairs=[*kept, (key.encode(), kind, value)])
 
     def with_info(self, number: int, **changes: Any) -> Container:
-        """The same with one tensor's entry changed."""
+        """Return a copy with one tensor's entry changed."""
         name, dimensions, kind, offset = self.infos[number]
-        given = {"name": name, "dimensions": dimensions, "kind": kind, "offset": offset} | changes
+        new = {"name": name, "dimensions": dimensions, "kind": kind, "offset": offset} | changes
         infos = list(self.infos)
-        infos[number] = (given["name"], given["dimensions"], given["kind"], given["offset"])
+        infos[number] = (new["name"], new["dimensions"], new["kind"], new["offset"])
         return replace(self, infos=infos)
 
 
 @dataclass
 class Walk:
-    """Where a valid file's fields lie: `numbers` are (position, bytes) of lengths, counts, types,
-    sizes, offsets."""
+    """Parser of a valid file that records its fields: `numbers` are (position, bytes) of lengths,
+    counts, types, sizes and offsets, `ends` the end of every field."""
 
     data: bytes
     at: int = 24
@@ -127,7 +124,7 @@ class Walk:
         return self.data[start : self.at]
 
     def container(self) -> Container:
-        """All of it, taken apart."""
+        """Parse the file."""
         tensors, keys = struct.unpack_from("<QQ", self.data, 8)
         pairs: list[Pair] = []
         for _ in range(keys):
@@ -141,43 +138,43 @@ class Walk:
         return Container(pairs, infos, self.data[self.at + -self.at % 32 :])
 
 
-def spoiled(data: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """(what was done, the file) for `count` broken files, always the same ones, of each kind as
-    many as there are or as many as of any other."""
+def mutations(data: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
+    """Yield (description, content) of `count` broken files; the kinds of mutation take turns and
+    depend on the seed only."""
     walk = Walk(data)
-    parts, chance = walk.container(), random.Random(seed)
+    parts = walk.container()
+    rng = random.Random(seed)
     kinds: list[Callable[[], tuple[str, bytes]]] = [
-        lambda: _cut(data, chance.choice(walk.ends)),
-        lambda: _cut(data, chance.randrange(len(data))),
-        lambda: _renumbered(data, chance.choice(walk.numbers), chance),
-        lambda: _flipped(data, walk.at, chance),
-        lambda: _flipped(data, len(data), chance),
-        lambda: _other_value(parts, chance),
-        lambda: _other_value(parts, chance, "tokenizer."),
-        lambda: _other_tensor(parts, chance),
+        lambda: _truncated(data, rng.choice(walk.ends)),
+        lambda: _truncated(data, rng.randrange(len(data))),
+        lambda: _renumbered(data, rng.choice(walk.numbers), rng),
+        lambda: _flipped(data, walk.at, rng),
+        lambda: _flipped(data, len(data), rng),
+        lambda: _value_changed(parts, rng),
+        lambda: _value_changed(parts, rng, "tokenizer."),
+        lambda: _tensor_changed(parts, rng),
     ]
     for i in range(count):
         yield kinds[i % len(kinds)]()
 
 
-def _cut(data: bytes, at: int) -> tuple[str, bytes]:
-    return f"cut at {at}", data[:at]
+def _truncated(data: bytes, at: int) -> tuple[str, bytes]:
+    return f"truncated at {at}", data[:at]
 
 
-def _renumbered(data: bytes, where: tuple[int, int], chance: random.Random) -> tuple[str, bytes]:
+def _renumbered(data: bytes, where: tuple[int, int], rng: random.Random) -> tuple[str, bytes]:
     at, size = where
     old = int.from_bytes(data[at : at + size], "little")
-    new = chance.choice(
-        [*EXTREMES, old + 1, old - 1, old * 2, old ^ 1 << chance.randrange(8 * size)]
-    )
+    new = rng.choice([*EXTREMES, old + 1, old - 1, old * 2, old ^ 1 << rng.randrange(8 * size)])
     new %= 1 << 8 * size
     return f"{new} for {old} at {at}", data[:at] + new.to_bytes(size, "little") + data[at + size :]
 
 
-def _flipped(data: bytes, end: int, chance: random.Random) -> tuple[str, bytes]:
-    changed, places = bytearray(data), chance.choices(range(end), k=chance.choice((1, 1, 2, 8)))
+def _flipped(data: bytes, end: int, rng: random.Random) -> tuple[str, bytes]:
+    changed = bytearray(data)
+    places = rng.choices(range(end), k=rng.choice((1, 1, 2, 8)))
     for at in places:
-        changed[at] ^= chance.randrange(1, 256)
+        changed[at] ^= rng.randrange(1, 256)
     return f"flipped {places}", bytes(changed)
 
 
@@ -193,13 +190,13 @@ VALUES: list[tuple[int, bytes]] = [
 ]  # fmt: skip
 
 
-def _other_value(parts: Container, chance: random.Random, prefix: str = "") -> tuple[str, bytes]:
-    """A key with a value of any other type, of the same one, or gone."""
-    key, kind, value = chance.choice(
+def _value_changed(parts: Container, rng: random.Random, prefix: str = "") -> tuple[str, bytes]:
+    """Replace the value of a key, by one of the same or of another type, or remove the key."""
+    key, kind, value = rng.choice(
         [pair for pair in parts.pairs if pair[0].startswith(prefix.encode())]
     )
-    given = chance.choice(VALUES)
-    how = chance.randrange(6)
+    new = rng.choice(VALUES)
+    how = rng.randrange(6)
     if how == 0:
         return f"without {key!r}", replace(
             parts, pairs=[pair for pair in parts.pairs if pair[0] != key]
@@ -208,30 +205,28 @@ def _other_value(parts: Container, chance: random.Random, prefix: str = "") -> t
         count = struct.unpack_from("<Q", value, 4)[0]
         of = value[:4]
         if of != struct.pack("<I", STRING):
-            size, less = SIZES[of[0]], chance.randrange(count)
-            given = kind, of + struct.pack("<Q", less) + value[12 : 12 + size * less]
+            size, less = SIZES[of[0]], rng.randrange(count)
+            new = kind, of + struct.pack("<Q", less) + value[12 : 12 + size * less]
     if how == 2 and kind not in (STRING, ARRAY):
-        given = kind, bytes(chance.randrange(256) for _ in value)
-    return f"{key!r} of type {given[0]}: {given[1][:40]!r}", parts.with_pair(
-        key.decode(), *given
-    ).pack()
+        new = kind, bytes(rng.randrange(256) for _ in value)
+    return f"{key!r} of type {new[0]}: {new[1][:40]!r}", parts.with_pair(key.decode(), *new).pack()
 
 
-def _other_tensor(parts: Container, chance: random.Random) -> tuple[str, bytes]:
-    """A tensor elsewhere, of another shape or type, twice, under another name, or gone."""
-    which, other = chance.sample(range(len(parts.infos)), 2)
+def _tensor_changed(parts: Container, rng: random.Random) -> tuple[str, bytes]:
+    """Change the offset, shape, type or name of a tensor, or remove it."""
+    which, other = rng.sample(range(len(parts.infos)), 2)
     name, dimensions, _, offset = parts.infos[which]
     changes: list[dict[str, Any]] = [
-        {"offset": parts.infos[other][3]}, {"offset": offset + chance.choice((8, 32, -32, 2**40, 2**63)) & 2**64 - 1},
-        {"kind": chance.randrange(64)}, {"kind": parts.infos[other][2]}, {"name": parts.infos[other][0]},
-        {"name": b"blk.0.unheard.weight"}, {"name": b"\xff\n" * 20}, {"name": b""}, {"name": b"n" * 64},
+        {"offset": parts.infos[other][3]}, {"offset": offset + rng.choice((8, 32, -32, 2**40, 2**63)) & 2**64 - 1},
+        {"kind": rng.randrange(64)}, {"kind": parts.infos[other][2]}, {"name": parts.infos[other][0]},
+        {"name": b"blk.0.unknown.weight"}, {"name": b"\xff\n" * 20}, {"name": b""}, {"name": b"n" * 64},
         {"dimensions": dimensions[::-1]}, {"dimensions": (*dimensions, 1)}, {"dimensions": ()},
-        {"dimensions": (*dimensions[:-1], chance.choice(EXTREMES))},
-        {"dimensions": (chance.choice(EXTREMES), *dimensions[1:])}, {"dimensions": (2**32, 2**32, 2**32, 2**32)},
+        {"dimensions": (*dimensions[:-1], rng.choice(EXTREMES))},
+        {"dimensions": (rng.choice(EXTREMES), *dimensions[1:])}, {"dimensions": (2**32, 2**32, 2**32, 2**32)},
         {"dimensions": (1,) * 5}, {"dimensions": parts.infos[other][1]},
     ]  # fmt: skip
-    change = chance.choice(changes)
-    if not chance.randrange(8):
+    change = rng.choice(changes)
+    if not rng.randrange(8):
         return f"without {name!r}", replace(
             parts, infos=[info for info in parts.infos if info[0] != name]
         ).pack()

@@ -1,9 +1,8 @@
-"""Tiny GGUF files of random models, written with the `gguf` package as llama.cpp's converter writes
-them.
+"""Tiny GGUF files of random models, written with the `gguf` package as llama.cpp's converter does.
 
-Nothing here is the reader's: names come from `gguf`'s own table, numbers from its `dequantize`.
-Matrices are random blocks of a type; what those stand for is put into the transformers model, so
-that both hold the same numbers."""
+This does not use the reader of forerun: names come from the table of `gguf`, numbers from its
+`dequantize`. Matrices are random blocks of a type; their dequantized values are written into the
+transformers model, so that both hold the same numbers."""
 
 from __future__ import annotations
 
@@ -27,23 +26,22 @@ from forerun.models.gguf.blocks import FORMS, Blocks, Piece
 from forerun.models.gguf.container import Entry
 from tests import families, tiny
 
-Kinds = (
-    str | tuple[str, ...]
-)  # a type or the name of a mix; several are dealt out over the matrices in turn
+# a type or the name of a mix; several types are given to the matrices in turn
+Kinds = str | tuple[str, ...]
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 SIMPLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 SUPER = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "TQ1_0", "TQ2_0")  # blocks of 256
 TYPES = (*SIMPLE, *SUPER)
 NATIVE_TYPES = tuple(FORMS)
-# where half-precision numbers stand in a block: the scale, then the minimum with what it is of the
-# scale on average
+# offsets of half-precision numbers in a block: the scale, then the minimum; MINIMUM is the ratio of
+# the two in random blocks
 HALVES: dict[str, tuple[int, ...]] = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 MINIMUM = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
-# types of tensors by a part of their name, as mixes of llama-quantize have them
+# tensor types by a part of the name, as in mixes of llama-quantize
 MIXES: dict[str, dict[str, str]] = {
     "q4_k_m": {
         "attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_gate": "Q5_K", "token_embd": "Q6_K", "output.weight": "Q6_K",
@@ -84,19 +82,15 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
     "gemma3n_text": "gemma3n",
     "llama4_text": "llama4",
-}  # where they are not called as transformers calls them
-# queries and keys are permuted
+}  # names of architectures that differ from the `model_type` of transformers
+# architectures whose queries and keys are permuted
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-LATENT = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "mistral4",
-)  # `model_type` of latent attention
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind;
-# MiniMax-Text-01 is not read
+# `model_type` of latent attention
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+# GGUF files cannot state that norms of Falcon-H1 precede gates, and llama.cpp applies them after;
+# llama.cpp does not read MiniMax-Text-01
 NOT_READ = ("falcon_h1-norm", "minimax_text")
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
@@ -119,20 +113,20 @@ class Written:
     model: Any
 
 
-_KEPT = tempfile.TemporaryDirectory(prefix="forerun-gguf-")
+_DIRECTORY = tempfile.TemporaryDirectory(prefix="forerun-gguf-")
 
 
 def new_path(name: str) -> Path:
-    """A path for a file, which goes when the run ends."""
-    return Path(tempfile.mkdtemp(dir=_KEPT.name)) / f"{name}.gguf"
+    """Return a path for a file that is deleted when the test run ends."""
+    return Path(tempfile.mkdtemp(dir=_DIRECTORY.name)) / f"{name}.gguf"
 
 
 # ---------------------------------------------------------------- matrices
 
 
 def random_rows(kind: str, rows: int, inputs: int, rms: float, seed: int) -> Rows:
-    """Rows of random blocks whose values are about `rms`: any integers, scales of both signs, some
-    of them zero."""
+    """Return rows of random blocks with a root mean square of about `rms`: all integers, scales of
+    both signs and zero."""
     rng = np.random.default_rng(seed)
     if kind in ("F32", "F16", "BF16"):
         values = rng.standard_normal((rows, inputs), dtype=np.float32) * np.float32(rms)
@@ -157,10 +151,10 @@ def random_rows(kind: str, rows: int, inputs: int, rms: float, seed: int) -> Row
 
 
 def extreme_rows(kind: str, rows: int, inputs: int) -> Rows:
-    """Random rows among which all bits are set, none is, and scales are the largest and the
-    smallest there are."""
+    """Return random rows, some with all bits set, no bit set, and the largest and smallest
+    scales."""
     made = random_rows(kind, rows, inputs, 0.1, seed=5)
-    if kind == "MXFP4":  # its largest byte is no number
+    if kind == "MXFP4":  # its largest byte is not a number
         blocks = made.reshape(-1, 17)
         blocks[1:2, 1:], blocks[2:3, 1:] = 0xFF, 0
         for number, exponent in enumerate((0, 1, 2, 127, 180), 3):
@@ -169,8 +163,8 @@ def extreme_rows(kind: str, rows: int, inputs: int) -> Rows:
         blocks = made.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
         blocks[1:2], blocks[2:3] = 0xFF, 0
         for number, scale in enumerate((-3.0, 0.0, 65504.0, -65504.0, 6e-8, -0.0), 1):
-            for place in HALVES[kind]:
-                blocks[number : number + 1, place : place + 2] = np.array([scale], "<f2").view(
+            for offset in HALVES[kind]:
+                blocks[number : number + 1, offset : offset + 2] = np.array([scale], "<f2").view(
                     np.uint8
                 )
     return made
@@ -178,8 +172,8 @@ def extreme_rows(kind: str, rows: int, inputs: int) -> Rows:
 
 def _with_scales(kind: str, blocks: Rows, scale: np.ndarray) -> Rows:
     blocks = blocks.copy()
-    for place, factor in zip(HALVES[kind], (1.0, MINIMUM.get(kind, 0.0)), strict=False):
-        blocks[:, place : place + 2] = (scale * factor).astype("<f2")[:, None].view(np.uint8)
+    for offset, factor in zip(HALVES[kind], (1.0, MINIMUM.get(kind, 0.0)), strict=False):
+        blocks[:, offset : offset + 2] = (scale * factor).astype("<f2")[:, None].view(np.uint8)
     return blocks
 
 
@@ -188,14 +182,14 @@ def _rms(kind: str, rows: Rows) -> float:
 
 
 def values_of(kind: str, rows: Rows) -> np.ndarray:
-    """What rows stand for, float32 [rows, inputs], by the `gguf` package."""
+    """Return the dequantized rows, float32 [rows, inputs], computed by the `gguf` package."""
     return np.ascontiguousarray(
         dequantize(np.ascontiguousarray(rows), gguf.GGMLQuantizationType[kind]), np.float32
     )
 
 
 def blocks_of(parts: list[tuple[str, Rows]]) -> Blocks:
-    """Matrices on top of each other, (type, rows) each, in files of their own without a header."""
+    """Return stacked matrices, given as (type, rows); each is in a file without a header."""
     pieces = []
     for number, (kind, rows) in enumerate(parts):
         path = new_path("matrix")
@@ -211,8 +205,8 @@ def blocks_of(parts: list[tuple[str, Rows]]) -> Blocks:
 
 
 def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
-    """Changes to a tiny model's configuration: sizes that these types can have, and nothing that
-    files do not say."""
+    """Return changes to a tiny model's configuration: sizes that these types allow, and only
+    features that GGUF files can state."""
     used = kinds if isinstance(kinds, tuple) else tuple(MIXES.get(kinds, {"": kinds}).values())
     wide = any(kind in SUPER for kind in used)
     hidden = 256 if wide else 96
@@ -229,7 +223,7 @@ def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
         changed["sliding_window"] = None
     if name == "qwen2":
         changed["use_sliding_window"] = False
-    if name == "phi3-longrope":  # a factor for each pair of half the head's channels
+    if name == "phi3-longrope":  # a factor for each pair of channels that rotate
         pairs = hidden // 16
         factors = {
             k: np.linspace(1, top, pairs, dtype=np.float32).tolist()
@@ -253,24 +247,24 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
     )  # fmt: skip
     changed: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=inner)
     changed |= {key: size for key, size in sizes.items() if key in fields}
-    if name.startswith("gemma3n"):  # the converter fills up the rows of tokens without embeddings
+    if name.startswith("gemma3n"):  # the converter pads the rows of tokens without embeddings
         inners = [1, 1, 1, 1] if wide else [2, 1, 2, 3]
         changed |= dict(
             intermediate_size=[n * expert for n in inners], hidden_size_per_layer_input=expert,
             vocab_size_per_layer_input=families.VOCAB, altup_correct_scale=True,
         )  # fmt: skip
-    if name in LATENT:  # rows of all matrices are whole blocks
+    if name in LATENT:  # rows must be whole blocks
         changed |= dict(qk_nope_head_dim=64) | (
             {} if name == "glm4_moe_lite" else dict(q_lora_rank=64)
         )
     own: dict[str, dict[str, Any]] = {
-        "phi": dict(intermediate_size=4 * hidden),  # which its converter assumes
+        "phi": dict(intermediate_size=4 * hidden),  # the converter assumes this
         "starcoder2": dict(sliding_window=4096),  # likewise
         "qwen2_moe": dict(decoder_sparse_step=1),
         "qwen3_moe": dict(mlp_only_layers=[]),
         "exaone_moe": dict(routed_scaling_factor=1.5),
         "glm4_moe": dict(routed_scaling_factor=1.5),
-        "llama4-two": dict(num_local_experts=128),  # which tells that queries are not normalised
+        "llama4-two": dict(num_local_experts=128),  # means that queries are not normalised
         "gemma4-small": dict(hidden_size_per_layer_input=32),
         "ernie4_5_moe": dict(moe_num_shared_experts=2, moe_layer_start_index=2),
         "nemotron_h": dict(n_group=1),
@@ -281,14 +275,14 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
 
 @functools.cache
 def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none") -> Written:
-    """The file of a family or variant with matrices of `kinds`; made once a test run."""
+    """Write the file of a family or variant with matrices of `kinds`, once per test run."""
     model = tiny.hf_model(name, **sizes(name, kinds))
     path = new_path(name)
     write(path, model, kinds, gain, tokenizer=tokenizer)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others cannot multiply in float64
     for part in model.modules():
-        if hasattr(part, "embed_scale"):  # which transformers rounds to float32
+        if hasattr(part, "embed_scale"):  # transformers rounds it to float32
             square = round(float(part.embed_scale) ** 2)
             part.embed_scale = torch.tensor(square**0.5, dtype=torch.float64)
     return Written(path, model)
@@ -296,7 +290,7 @@ def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none")
 
 @dataclass
 class WrittenModule(Written):
-    """A file with a multi-token module behind the layers of the model.
+    """A file with a multi-token module after the layers of the model.
 
     Attributes:
         module: transformers' MtpLayer in float64 with the numbers of the file.
@@ -307,14 +301,14 @@ class WrittenModule(Written):
 
 @functools.cache
 def written_with_module(name: str, kinds: Kinds) -> WrittenModule:
-    """A file whose last block is a multi-token module, as llama.cpp's converter writes it: the
-    block of a model with one more layer, and the tensors around it."""
+    """Write a file whose last block is a multi-token module, as llama.cpp's converter does: the
+    last layer of a model with one more layer, and further tensors."""
     from transformers.modeling_layers import MtpLayer
 
     changed, layers = sizes(name, kinds), 4
     if "layer_types" in families.MODELS[name][1]:  # the module has attention
         changed["layer_types"] = [*families.MODELS[name][1]["layer_types"], "full_attention"]
-    if name == "exaone_moe":  # all of it, and no experts
+    if name == "exaone_moe":  # the whole module, without experts
         types = [["sliding_attention"] * 3, ["full_attention"] * 2]
         kinds_of_mlps = [["dense"], ["sparse"] * 3, ["dense"]]
         changed |= {"layer_types": [*chain(*types)], "mlp_layer_types": [*chain(*kinds_of_mlps)]}
@@ -337,11 +331,11 @@ def written_with_module(name: str, kinds: Kinds) -> WrittenModule:
         more.append((f"{at}eh_proj.weight", rows, kind))
         module.eh_proj.weight.copy_(torch.from_numpy(values_of(kind, rows)).double())
     architecture = architecture_of(own)
-    said: dict[str, Any] = {f"{architecture}.nextn_predict_layers": 1}
+    keys: dict[str, Any] = {f"{architecture}.nextn_predict_layers": 1}
     if name == "exaone_moe":
-        said[f"{architecture}.leading_dense_block_count"] = 1
-        said[f"{architecture}.attention.sliding_window_pattern"] = [True, True, True, False]
-    write(path, model, kinds, changes=said, more=more)
+        keys[f"{architecture}.leading_dense_block_count"] = 1
+        keys[f"{architecture}.attention.sliding_window_pattern"] = [True, True, True, False]
+    write(path, model, kinds, changes=keys, more=more)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others cannot multiply in float64
     model.model.layers, own.num_hidden_layers = model.model.layers[:layers], layers
@@ -359,17 +353,16 @@ def write(
     merged: bool = False,
     more: Iterable[tuple[str, np.ndarray, str]] = (),
 ) -> None:
-    """Write a model's file with random matrices, which are put into the model, in float64.
-    `changes` are made to the metadata; `...` leaves a key out. `merged` puts gates and ups of
-    experts into one tensor; `more` are further tensors, as `tensors` gives them."""
+    """Write a file with random matrices, and their values into the model, in float64.
+
+    `changes` replace metadata (`...` removes a key), `merged` writes gates and ups of experts as
+    one tensor, and `more` are further tensors in the format of `tensors`."""
     config = model.double().config
     architecture = architecture or architecture_of(config)
     writer = gguf.GGUFWriter(path, architecture)
-    said = {f"{architecture}.{key}": value for key, value in metadata(config).items()} | tokens(
-        tokenizer
-    )
-    said |= xielu(model)
-    for key, value in (said | dict(changes)).items():
+    keys = {f"{architecture}.{key}": value for key, value in metadata(config).items()}
+    keys |= tokens(tokenizer) | xielu(model)
+    for key, value in (keys | dict(changes)).items():
         set_key(writer, key, value)
     for name, tensor, kind in chain(tensors(model, architecture, kinds, gain, merged), more):
         writer.add_tensor(name, tensor, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -377,7 +370,7 @@ def write(
 
 
 def xielu(model: Any) -> dict[str, list[float]]:
-    """The parameters of the activations of Apertus, by layer."""
+    """Return the parameters of the activations of Apertus, by layer."""
     found: dict[str, list[float]] = {}
     for key, value in model.state_dict().items():
         if ".act_fn." in key:
@@ -386,7 +379,7 @@ def xielu(model: Any) -> dict[str, list[float]]:
 
 
 def architecture_of(c: Any) -> str:
-    """What the converter calls the architecture of a model."""
+    """Return the converter's name of the architecture of a model."""
     if c.model_type == "granitemoehybrid":
         if "linear_attention" in c.layer_types:
             return "granitehybrid"
@@ -397,7 +390,7 @@ def architecture_of(c: Any) -> str:
 
 
 def set_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Integers as u32, floats as f32, lists as arrays; `...` is nothing."""
+    """Add integers as u32, floats as f32 and lists as arrays; `...` adds nothing."""
     add: dict[type, Callable[[str, Any], None]] = {
         bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
         list: writer.add_array,
@@ -415,8 +408,8 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def metadata(c: Any) -> dict[str, Any]:
-    """The keys of a model without the architecture's name, as its converter writes them."""
-    c = _flat(c)
+    """Return the metadata that the converter writes, keys without the architecture's name."""
+    c = _flat_config(c)
     if c.model_type == "gpt2":
         return {
             "block_count": c.n_layer, "context_length": c.n_positions, "embedding_length": c.n_embd,
@@ -428,7 +421,7 @@ def metadata(c: Any) -> dict[str, Any]:
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     if c.model_type == "gemma4_text":
         head_dim = c.global_head_dim
-        rope = rope | {"partial_rotary_factor": 1.0}  # a tensor says which channels turn
+        rope = rope | {"partial_rotary_factor": 1.0}  # a tensor states which channels rotate
     found = {
         "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
         "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
@@ -447,7 +440,7 @@ def metadata(c: Any) -> dict[str, Any]:
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found |= _scaling(rope)
-    if c.model_type == "mistral4":  # which the converter leaves out
+    if c.model_type == "mistral4":  # the converter does not write it
         del found["attention.temperature_scale"]
     has_experts = c.model_type == "nemotron_h" and "moe" in c.layer_types
     for key, field in KEYS.get(f"{c.model_type}_moe" if has_experts else c.model_type, {}).items():
@@ -457,9 +450,9 @@ def metadata(c: Any) -> dict[str, Any]:
     return found | (_granite(c) if is_granite else {})
 
 
-def _flat(c: Any) -> Any:
-    """A configuration whose fields can be read although some differ between layers, as in
-    config.json before transformers reads it."""
+def _flat_config(c: Any) -> Any:
+    """Return a configuration of Gemma 4 with the fields of config.json, which transformers stores
+    by layer."""
     if c.model_type != "gemma4_text":
         return c
     fields = c.to_dict()
@@ -473,7 +466,7 @@ FURTHER = {kind for kind, _ in families.MODELS.values()}
 
 
 def _granite(c: Any) -> dict[str, Any]:
-    """The keys of Granite 3 and 4, and what it has of recurrent layers although it has none."""
+    """Return the keys of Granite 3 and 4, with keys of recurrent layers even if it has none."""
     found = {
         "attention.scale": c.attention_multiplier, "embedding_scale": c.embedding_multiplier,
         "residual_scale": c.residual_multiplier, "logit_scale": c.logits_scaling,
@@ -488,37 +481,37 @@ def _granite(c: Any) -> dict[str, Any]:
     if "linear_attention" in c.layer_types:
         found |= {key: getattr(c, field) for key, field in _MAMBA.items() if isinstance(field, str)}
         found["ssm.inner_size"] = c.mamba_n_heads * c.mamba_d_head
-        found |= {"rope.scaling.finetuned": False, "attention.head_count_kv": _own_heads(c)}
+        found |= {"rope.scaling.finetuned": False, "attention.head_count_kv": _kv_heads_by_layer(c)}
     if not c.num_local_experts:
         return found | {"expert_used_count": 0, "feed_forward_length": c.shared_intermediate_size}
     return found | {"expert_shared_feed_forward_length": c.shared_intermediate_size}
 
 
-def _own_heads(c: Any) -> list[int]:
-    """The key-value heads of each layer, none of recurrent ones."""
+def _kv_heads_by_layer(c: Any) -> list[int]:
+    """Return the number of key-value heads of each layer, 0 for recurrent layers."""
     return [c.num_key_value_heads if kind == "full_attention" else 0 for kind in c.layer_types]
 
 
-def _slides(c: Any) -> list[bool]:
+def _is_local_layer(c: Any) -> list[bool]:
     return [kind == "sliding_attention" for kind in c.layer_types]
 
 
-def _sizes_of_gemma4(c: Any) -> list[int] | int:
-    """The inner sizes of MLPs, which are double in layers that read the keys of others."""
+def _mlp_sizes_of_gemma4(c: Any) -> list[int] | int:
+    """Return the MLP sizes, which are double in layers that share the keys of others."""
     if not c.use_double_wide_mlp:
         return c.intermediate_size
     first = c.num_hidden_layers - c.num_kv_shared_layers
     return [c.intermediate_size * (1 + (i >= first)) for i in range(c.num_hidden_layers)]
 
 
-def _heads_of_gemma4(c: Any) -> list[int] | int:
+def _kv_heads_of_gemma4(c: Any) -> list[int] | int:
     if c.num_global_key_value_heads is None:
         return c.num_key_value_heads
     kv_heads = (c.num_global_key_value_heads, c.num_key_value_heads)
-    return [kv_heads[is_local] for is_local in _slides(c)]
+    return [kv_heads[is_local] for is_local in _is_local_layer(c)]
 
 
-def _sizes_of_nemotron(c: Any) -> list[int]:
+def _mlp_sizes_of_nemotron(c: Any) -> list[int]:
     has_experts = "moe" in c.layer_types
     inner = c.moe_intermediate_size if has_experts else c.intermediate_size
     return [inner if kind == ("moe" if has_experts else "mlp") else 0 for kind in c.layer_types]
@@ -529,16 +522,16 @@ def _dense_layers(c: Any) -> int:
     return kinds.count("dense") or c.first_k_dense_replace
 
 
-def _cutoffs(c: Any) -> list[float]:
+def _sparsity_cutoffs(c: Any) -> list[float]:
     shares = torch.tensor(c.activation_sparsity_pattern, dtype=torch.float32)
     return torch.distributions.Normal(0, 1).icdf(shares).tolist()
 
 
-# key -> the field of the configuration that it holds, or a function of the configuration; None is
-# left out
+# key -> the field of the configuration, or a function of the configuration; None values are not
+# written
 Fields = Mapping[str, str | Callable[[Any], Any]]
 _WINDOW: Fields = {"attention.sliding_window": "sliding_window"}
-_PATTERN: Fields = {**_WINDOW, "attention.sliding_window_pattern": _slides}
+_PATTERN: Fields = {**_WINDOW, "attention.sliding_window_pattern": _is_local_layer}
 _TWO_ROPES: Fields = {
     **_PATTERN, "rope.freq_base_swa": lambda c: float(c.rope_parameters["sliding_attention"]["rope_theta"]),
 }  # fmt: skip
@@ -585,9 +578,9 @@ _MAMBA: Fields = {
 _NEMOTRON: Fields = {
     "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups",
     "ssm.time_step_rank": "mamba_num_heads", "ssm.inner_size": lambda c: c.mamba_num_heads * c.mamba_head_dim,
-    "attention.head_count_kv": _own_heads, "feed_forward_length": _sizes_of_nemotron,
+    "attention.head_count_kv": _kv_heads_by_layer, "feed_forward_length": _mlp_sizes_of_nemotron,
 }  # fmt: skip
-_CONV: Fields = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": _own_heads}
+_CONV: Fields = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": _kv_heads_by_layer}
 KEYS: dict[str, Fields] = {
     "phi3": {"attention.sliding_window": lambda c: c.sliding_window or 0},
     "gemma2": {**_WINDOW, **_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
@@ -595,14 +588,14 @@ KEYS: dict[str, Fields] = {
     "gemma3n_text": {
         **_TWO_ROPES, **_CAP, "attention.shared_kv_layers": "num_kv_shared_layers", "altup.num_inputs": "altup_num_inputs",
         "altup.active_idx": "altup_active_idx", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        "activation_sparsity_scale": _cutoffs,
+        "activation_sparsity_scale": _sparsity_cutoffs,
     },
     "gemma4_text": {
         **_TWO_ROPES, **_CAP, "attention.shared_kv_layers": "num_kv_shared_layers",
         "embedding_length_per_layer_input": lambda c: c.hidden_size_per_layer_input or 0,
         "attention.key_length_swa": "head_dim", "attention.value_length_swa": "head_dim",
-        "rope.dimension_count_swa": "head_dim", "attention.head_count_kv": _heads_of_gemma4,
-        "feed_forward_length": _sizes_of_gemma4, "expert_count": lambda c: c.num_experts if c.enable_moe_block else None,
+        "rope.dimension_count_swa": "head_dim", "attention.head_count_kv": _kv_heads_of_gemma4,
+        "feed_forward_length": _mlp_sizes_of_gemma4, "expert_count": lambda c: c.num_experts if c.enable_moe_block else None,
         "expert_used_count": lambda c: c.top_k_experts if c.enable_moe_block else None,
         "expert_feed_forward_length": lambda c: c.moe_intermediate_size if c.enable_moe_block else None,
     },
@@ -637,7 +630,7 @@ KEYS: dict[str, Fields] = {
         "rope.scaling.type": lambda c: "none", "nextn_predict_layers": lambda c: 0,
     },
     "deepseek_v2": _LATENT,
-    "deepseek_v3": {**_LATENT, **_SIGMOID},  # others leave out how they score experts
+    "deepseek_v3": {**_LATENT, **_SIGMOID},  # others do not write the scoring function of experts
     "glm4_moe_lite": _LATENT,
     "mistral4": _LATENT,
     "llama4_text": {
@@ -681,7 +674,7 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
 def tensors(
     model: Any, architecture: str, kinds: Kinds, gain: float, merged: bool = False
 ) -> Iterator[tuple[str, np.ndarray, str]]:
-    """(name, data, type) of every tensor; matrices are made here and put into the model."""
+    """Yield (name, data, type) of every tensor; random matrices are also written into the model."""
     config, number = model.config, 0
     found = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     assert found, (
@@ -718,8 +711,8 @@ def tensors(
 
 
 def _unused_keys(c: Any) -> Iterator[tuple[str, np.ndarray, str]]:
-    """The keys and values that published checkpoints of Gemma 3n have in layers that read those of
-    others."""
+    """Yield the unused key and value tensors that published checkpoints of Gemma 3n have in layers
+    that share those of others."""
     if c.model_type != "gemma3n_text":
         return
     shape = (c.num_key_value_heads * c.head_dim, c.hidden_size)
@@ -731,26 +724,26 @@ def _unused_keys(c: Any) -> Iterator[tuple[str, np.ndarray, str]]:
 
 @dataclass(frozen=True)
 class Change:
-    """What the converter makes of a tensor.
+    """How the converter changes a tensor.
 
-    `rows` and `columns` are which ones of transformers' tensor those of the file are. Then numbers
-    become rates of decay if `decays`, are multiplied by `factor`, and get `plus` added."""
+    `rows` and `columns` are the indices in transformers' tensor of those in the file. Then numbers
+    become rates of decay if `decays`, are multiplied by `factor`, and `plus` is added."""
 
     rows: Tensor
     columns: Tensor | None = None
     decays: bool = False
     factor: Tensor | float = 1.0
     plus: float = 0.0
-    shape: tuple[int, ...] = (-1,)  # of what is no matrix
+    shape: tuple[int, ...] = (-1,)  # of tensors that are not matrices
 
     def made_of(self, value: Tensor) -> Tensor:
-        """The file's numbers, of the model's."""
+        """Return the numbers of the file from those of the model."""
         found = value[self.rows]
         found = -found.exp() if self.decays else found
         return (found * self.factor + self.plus).reshape(self.shape)
 
     def put(self, stored: Tensor, value: Tensor) -> None:
-        """Write what the file's numbers stand for into the model."""
+        """Write the model's numbers that correspond to those of the file."""
         shape = (len(self.rows), *value.shape[1:])
         found = (stored.reshape(shape) - self.plus) / self.factor
         found = (-found).log() if self.decays else found
@@ -760,13 +753,15 @@ class Change:
 
 
 def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors as [out, in], under the names that `gguf` translates or those that it
-    gives: views, for what is changed in them to change the model."""
+    """Yield views of the model's tensors as [out, in], under names that `gguf` translates or GGUF
+    names; writing to a view changes the model."""
     config = model.config
     if config.model_type == "gemma3n_text":
-        yield from _streams(model.model)
+        yield from _altup_matrices(model.model)
     for key, value in model.state_dict().items():
-        if ".act_fn." in key or key.startswith("model.altup_"):  # the metadata has them, or others
+        if ".act_fn." in key or key.startswith(
+            "model.altup_"
+        ):  # they are in the metadata or in `_altup_matrices`
             continue
         if config.tie_word_embeddings and key == "lm_head.weight":
             continue
@@ -776,8 +771,8 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
             yield from _published_others(key, value, config)
 
 
-def _streams(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of further residual streams, which become views of one tensor."""
+def _altup_matrices(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of further residual streams, which become views of one tensor."""
     parts = {
         "altup_proj": model.altup_projections,
         "altup_unembd_proj": model.altup_unembed_projections,
@@ -857,8 +852,8 @@ def _kind(kinds: Kinds, name: str, number: int) -> str:
 
 
 def _change(c: Any, architecture: str, key: str, value: Tensor) -> Change:
-    """LlamaModel.permute of the converter, and what it makes of norms, decays, convolutions, value
-    heads and multipliers."""
+    """Return the converter's change of a tensor: LlamaModel.permute, norms, decays, convolutions,
+    value heads and multipliers."""
     rows, factor = torch.arange(len(value)), 1.0
     if architecture in ROTATED and (".q_proj." in key or ".k_proj." in key):
         heads = c.num_attention_heads if ".q_proj." in key else c.num_key_value_heads
@@ -883,8 +878,8 @@ def _change(c: Any, architecture: str, key: str, value: Tensor) -> Change:
 def _delta_change(
     c: Any, architecture: str, key: str, value: Tensor, rows: Tensor, plus: float
 ) -> Change:
-    """What becomes of the tensors of Qwen3-Next, and of Qwen3.5, whose value heads are reordered:
-    one of each key head, then another of each."""
+    """Return the change of tensors of Qwen3-Next and Qwen3.5. Value heads of Qwen3.5 are reordered:
+    the first of each key head, then the second of each."""
     keys, key_size = c.linear_num_key_heads, c.linear_key_head_dim
     share, size = c.linear_num_value_heads // keys, c.linear_value_head_dim
     columns = None
@@ -909,7 +904,7 @@ def _delta_change(
 
 
 def _falcon_factor(c: Any, key: str, rows: int) -> Tensor | float:
-    """The multipliers of FalconH1Model of the converter."""
+    """Return the multiplier that FalconH1Model of the converter applies."""
     if "mamba.in_proj" in key:
         inner, keys = c.mamba_d_ssm, c.mamba_n_groups * c.mamba_d_state
         sizes = [inner, inner, keys, keys, c.mamba_n_heads]
@@ -925,11 +920,11 @@ def _falcon_factor(c: Any, key: str, rows: int) -> Tensor | float:
 
 
 def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Frequencies: the divisors of Llama 3 (LlamaModel.generate_extra_tensors), the factors of
-    longrope."""
+    """Yield tensors of frequencies: divisors of Llama 3 (LlamaModel.generate_extra_tensors) and
+    factors of longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type == "gemma4_text":
-        pairs = _flat(config).global_head_dim // 2
+        pairs = _flat_config(config).global_head_dim // 2
         turning = int(pairs * rope["full_attention"]["partial_rotary_factor"])
         divisors = [1.0] * turning + [1e30] * (pairs - turning)
         yield "rope_freqs.weight", np.array(divisors, np.float32), "F32"
@@ -942,7 +937,7 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
 
 
 def llama3_divisors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
-    """The divisors of the frequencies of Llama 3's scaling, float32 [dim / 2]."""
+    """Return the divisors of frequencies of Llama 3's scaling, float32 [dim / 2]."""
     factor = rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     old, found = rope["original_max_position_embeddings"], []
@@ -959,8 +954,8 @@ def llama3_divisors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
 
 
 def tensors_of(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Where each tensor of a file begins, its bytes, and those of a block of it, as the `gguf`
-    package reads it."""
+    """Return each tensor's offset, size and block size in bytes, as the `gguf` package reads
+    them."""
     return {
         t.name: (int(t.data_offset), int(t.n_bytes), gguf.GGML_QUANT_SIZES[t.tensor_type][1])
         for t in gguf.GGUFReader(path).tensors
@@ -974,8 +969,7 @@ _WORDS = ["th", "the", "an", "and", "in", "ing", "er", "on"]
 
 
 def tokens(kind: str) -> dict[str, Any]:
-    """The keys of a tokenizer with as many tokens as tiny models have: "none", "gpt2" or
-    "llama"."""
+    """Return the metadata of a tokenizer with VOCAB tokens: "none", "gpt2" or "llama"."""
     key = "tokenizer.ggml."
     if kind == "none":
         return {f"{key}model": "none"}

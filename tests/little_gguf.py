@@ -1,5 +1,4 @@
-"""GGUF files of a few hundred bytes: what says where a model is needs no weights that mean
-anything."""
+"""GGUF files of a few hundred bytes, for tests of metadata and of places of models."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ TOKENS = ("<unk>", "a", "b")
 def little(
     path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]] | None = None, **metadata: Any
 ) -> Path:
-    """Write a file; names of metadata have `__` for a dot. `tensors` are kinds and shapes, the
-    inputs last."""
+    """Write a file; names of metadata have `__` for a dot. `tensors` are types and shapes [.., in]
+    by name."""
     tensors = {"token_embd.weight": ("Q8_0", (3, 32))} if tensors is None else tensors
     keys = {"llama__context_length": 2048, "general__file_type": 7}
     keys |= {"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__tokens": list(TOKENS)} | metadata

@@ -1,5 +1,4 @@
-"""Tiny models of other vocabularies than `tiny.spoken`, which often say the same text as it
-does."""
+"""Tiny models with other vocabularies than `tiny.spoken`, which often generate the same text."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from forerun.models.config import load_config
 from forerun.models.tokenizer import Tokenizer
 from tests import tiny
 
-_KEPT = tempfile.TemporaryDirectory(prefix="forerun-words-")  # goes when the run ends
+_DIRECTORY = tempfile.TemporaryDirectory(prefix="forerun-words-")  # deleted at exit
 KINDS = ("pieces", "bytes", "shuffled")
 TEXTS = [
     "the name of the colour is green, and the sizes of the alphabet are next to it",
@@ -28,8 +27,8 @@ TEXTS = [
 
 
 def pieces() -> tokenizers.Tokenizer:
-    """As SentencePiece makes them: spaces as a letter, bytes where there is no token, one space
-    before a text."""
+    """Return a tokenizer like those of SentencePiece: spaces are a letter, bytes replace unknown
+    text, and a space precedes a text."""
     learned = tokenizers.Tokenizer(models.BPE())
     learned.normalizer = normalizers.Replace(" ", "▁")
     learned.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
@@ -63,7 +62,7 @@ def pieces() -> tokenizers.Tokenizer:
 
 
 def in_bytes() -> tokenizers.Tokenizer:
-    """Byte-level, learned from other text than the target's, with other special tokens but one."""
+    """Return a byte-level tokenizer of other text, with one special token of the target."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,7 +75,7 @@ def in_bytes() -> tokenizers.Tokenizer:
 
 
 def shuffled() -> tokenizers.Tokenizer:
-    """The target's own tokens with other ids."""
+    """Return the target's tokenizer with permuted ids."""
     raw = json.loads((tiny.spoken() / "tokenizer.json").read_text())
     vocabulary = raw["model"]["vocab"]
     raw["model"]["vocab"] = {text: (7 * i + 5) % len(vocabulary) for text, i in vocabulary.items()}
@@ -90,10 +89,10 @@ MAKERS = {"pieces": pieces, "bytes": in_bytes, "shuffled": shuffled}
 
 @functools.cache
 def tokenizer(kind: str) -> Tokenizer:
-    """A drafter's tokenizer; "target" is that of `tiny.spoken`."""
+    """Return a drafter's tokenizer; "target" is that of `tiny.spoken`."""
     if kind == "target":
         return Tokenizer(tiny.spoken())
-    directory = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_KEPT.name))
+    directory = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_DIRECTORY.name))
     _write(kind, directory)
     return Tokenizer(directory)
 
@@ -106,7 +105,7 @@ def _write(kind: str, directory: Path) -> None:
 
 
 def size(kind: str) -> int:
-    """How many tokens its model has."""
+    """Return the vocabulary size of the model."""
     return tiny.WORDED if kind in ("target", "shuffled") else len(tokenizer(kind).vocabulary())
 
 
@@ -122,28 +121,29 @@ def shared(kind: str) -> SharedVocabulary:
 
 @functools.cache
 def drafter(kind: str, noise: float = 0.05) -> Path:
-    """`tiny.spoken(noise)` in other tokens: shared ones are what they are there, others are said
-    now and then where the target says the token that they begin with."""
+    """Write `tiny.spoken(noise)` with another vocabulary. Shared tokens keep their weights; others
+    are slightly less likely than the target's token that they start with."""
     model = hf.LlamaForCausalLM.from_pretrained(tiny.spoken(noise))
-    embedding, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    embedding = model.model.embed_tokens.weight.detach()
+    head = model.lm_head.weight.detach()
     torch.manual_seed(3)
-    new, said = torch.randn(size(kind), embedding.shape[1]), torch.zeros(size(kind), head.shape[1])
-    said[:, 0] = -30.0
+    new_embedding = torch.randn(size(kind), embedding.shape[1])
+    new_head = torch.zeros(size(kind), head.shape[1])
+    new_head[:, 0] = -30.0
     for token, own in enumerate(shared(kind).to_target):
-        meaning = words(kind).spellings[token]
+        spelling = words(kind).spellings[token]
         if own >= 0:
-            new[token], said[token] = embedding[own], head[own]
-        elif meaning.isascii() and meaning:
-            begins = words("target").encode([meaning.decode()])[0][0]
-            new[token], said[token] = (
-                embedding[begins],
-                head[begins] * (0.98 - token / 5000),
-            )  # no ties
+            new_embedding[token] = embedding[own]
+            new_head[token] = head[own]
+        elif spelling.isascii() and spelling:
+            first = words("target").encode([spelling.decode()])[0][0]
+            new_embedding[token] = embedding[first]
+            new_head[token] = head[first] * (0.98 - token / 5000)  # no ties
     model.resize_token_embeddings(size(kind), mean_resizing=False)
     with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(new)
-        model.lm_head.weight.copy_(said)
-    directory = Path(tempfile.mkdtemp(prefix=f"{kind}-model-", dir=_KEPT.name))
+        model.model.embed_tokens.weight.copy_(new_embedding)
+        model.lm_head.weight.copy_(new_head)
+    directory = Path(tempfile.mkdtemp(prefix=f"{kind}-model-", dir=_DIRECTORY.name))
     model.save_pretrained(directory)
     _write(kind, directory)
     assert load_config(directory).vocab == size(kind)

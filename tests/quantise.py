@@ -1,8 +1,8 @@
-"""Quantised checkpoints of tiny models, packed from each layout's definition: shifts and ors,
-nothing of forerun.
+"""Quantised checkpoints of tiny models, packed from the definition of each layout without code of
+forerun.
 
-`Layer.make` rounds a matrix; the functions of LAYOUTS write it as a checkpoint would; `checkpoint`
-does so for every linear layer of a model and returns what the weights must be.
+`Layer.make` rounds a matrix, the functions of LAYOUTS pack it, and `checkpoint` does so for every
+linear layer of a model and returns the expected weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch import Tensor
 from tests import tiny
 
 Tensors = dict[str, Tensor]
-ROOMY: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=96
-)  # a llama whose matrices have groups of 32
+# a Llama whose matrices have whole groups of 32
+ROOMY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96)
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Layer:
     scale: Tensor
     group: Tensor
     bits: int = 4
-    weight: Tensor = field(init=False)  # [out, in] float32: what it stands for
+    weight: Tensor = field(init=False)  # [out, in] float32, dequantized
 
     def __post_init__(self) -> None:
         self.weight = (self.numbers - self.zero[:, self.group]).float() * self.scale.float()[
@@ -52,9 +51,9 @@ class Layer:
         dtype: torch.dtype,
         group: Tensor | None = None,
     ) -> Layer:
-        """Round to `bits`, in runs of `size` inputs (0: all of them) unless `group` says
-        otherwise."""
-        inputs, top, half = weight.shape[1], 2**bits - 1, 2 ** (bits - 1)
+        """Round to `bits`; groups are `size` consecutive inputs (0: all inputs) or given by
+        `group`."""
+        inputs, maximum, half = weight.shape[1], 2**bits - 1, 2 ** (bits - 1)
         group = torch.arange(inputs) // (size or inputs) if group is None else group
         columns = [weight[:, group == g] for g in range(int(group.max()) + 1)]
         low = torch.stack([c.amin(1).clamp(max=0) for c in columns], 1)
@@ -63,69 +62,69 @@ class Layer:
             scale = (torch.maximum(-low, high) / half * 1.03).to(dtype)
             zero = torch.full_like(low, half)
         else:
-            scale = ((high - low) / (top - 1)).to(dtype)
-            zero = torch.round(-low / scale.float()).clamp(1, top)
-        numbers = torch.round(weight / scale.float()[:, group] + zero[:, group]).clamp(0, top)
+            scale = ((high - low) / (maximum - 1)).to(dtype)
+            zero = torch.round(-low / scale.float()).clamp(1, maximum)
+        numbers = torch.round(weight / scale.float()[:, group] + zero[:, group]).clamp(0, maximum)
         return cls(numbers.long(), zero.long(), scale, group, bits)
 
 
-def words(numbers: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
-    """[n, m] to [n, ceil(m * bits / 32)] int32; place j of a word holds number order[j] of those it
-    is made of."""
+def pack_words(numbers: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
+    """Pack numbers [n, m] as int32 [n, ceil(m * bits / 32)]; position j of a word holds number
+    order[j] of its group."""
     each = 32 // bits
     order = order or list(range(each))
     wide = torch.zeros(len(numbers), -(-numbers.shape[1] // each) * each, dtype=torch.int64)
     wide[:, : numbers.shape[1]] = numbers
     result = torch.zeros(len(numbers), wide.shape[1] // each, dtype=torch.int64)
-    for place, number in enumerate(order):
-        result |= wide[:, number::each] << (bits * place)
+    for position, number in enumerate(order):
+        result |= wide[:, number::each] << (bits * position)
     return torch.where(result >= 2**31, result - 2**32, result).to(torch.int32)
 
 
-def gptq(layer: Layer, less: int = 1) -> Tensors:
-    """GPTQ, whose first version stores zero points less one."""
-    zeros = (layer.zero - less) & (2**layer.bits - 1)
+def gptq(layer: Layer, offset: int = 1) -> Tensors:
+    """Pack as GPTQ, whose first version stores zero points minus one."""
+    zeros = (layer.zero - offset) & (2**layer.bits - 1)
     return {
-        "qweight": words(layer.numbers, layer.bits).T,
-        "qzeros": words(zeros.T, layer.bits),
+        "qweight": pack_words(layer.numbers, layer.bits).T,
+        "qzeros": pack_words(zeros.T, layer.bits),
         "scales": layer.scale.T,
         "g_idx": layer.group.to(torch.int32),
     }
 
 
 def gptq_v2(layer: Layer) -> Tensors:
-    """GPTQ's second version: zero points as they are."""
-    return gptq(layer, less=0)
+    """Pack as the second version of GPTQ, which stores zero points unchanged."""
+    return gptq(layer, offset=0)
 
 
 def awq(layer: Layer) -> Tensors:
-    """AWQ for its gemm kernels: packed along the outputs."""
+    """Pack along the outputs, as AWQ does for its gemm kernels."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     return {
-        "qweight": words(layer.numbers.T, 4, order),
-        "qzeros": words(layer.zero.T, 4, order),
+        "qweight": pack_words(layer.numbers.T, 4, order),
+        "qzeros": pack_words(layer.zero.T, 4, order),
         "scales": layer.scale.T,
     }
 
 
 def packed(layer: Layer) -> Tensors:
-    """compressed-tensors, pack-quantized: signed numbers plus half their range, along the
+    """Pack as pack-quantized of compressed-tensors: signed numbers plus half their range, along the
     inputs."""
     half = 2 ** (layer.bits - 1)
     tensors = {
-        "weight_packed": words(layer.numbers, layer.bits),
+        "weight_packed": pack_words(layer.numbers, layer.bits),
         "weight_scale": layer.scale,
         "weight_shape": torch.tensor(layer.numbers.shape),
     }
     if not bool((layer.zero == half).all()):
-        tensors["weight_zero_point"] = words(layer.zero.T, layer.bits).T
+        tensors["weight_zero_point"] = pack_words(layer.zero.T, layer.bits).T
     if not torch.equal(layer.group, layer.group.sort().values):
         tensors["weight_g_idx"] = layer.group.to(torch.int32)
     return tensors
 
 
 def plain(layer: Layer) -> Tensors:
-    """compressed-tensors, int-quantized: int8 as it is; 128 is the zero of a symmetric layer."""
+    """Store int8 as int-quantized of compressed-tensors; 128 is the zero of symmetric layers."""
     half = 2 ** (layer.bits - 1)
     tensors = {"weight": (layer.numbers - half).to(torch.int8), "weight_scale": layer.scale}
     if not bool((layer.zero == half).all()):
@@ -139,7 +138,7 @@ LAYOUTS: dict[str, Callable[[Layer], Tensors]] = {
 
 
 def settings(layout: str, bits: int, size: int, symmetric: bool) -> dict[str, Any]:
-    """The quantization_config that goes with a layout."""
+    """Return the quantization_config of a layout."""
     if layout.startswith("gptq"):
         return dict(
             quant_method="gptq",
@@ -170,7 +169,7 @@ def settings(layout: str, bits: int, size: int, symmetric: bool) -> dict[str, An
 
 
 def linears(tensors: Tensors) -> list[str]:
-    """The names, without .weight, of what is quantised: all linear layers but the head."""
+    """Return the names without .weight of quantised layers: all linear layers but the head."""
     return [
         n[:-7]
         for n, t in tensors.items()
@@ -204,17 +203,16 @@ def checkpoint(
     shuffled: bool = False,
     **overrides: Any,
 ) -> Tensors:
-    """Save a tiny model quantised; returns the weights it must have, float32, by checkpoint
-    name."""
-    turned = name == "gpt2"  # its matrices are [in, out], but quantised ones as everybody's
-    tiny.hf_model(name, gain=0.5, **(({} if turned else ROOMY) | overrides)).save_pretrained(
+    """Save a tiny quantised model; return the expected weights, float32, by checkpoint name."""
+    is_transposed = name == "gpt2"  # its matrices are [in, out], but quantised ones are [out, in]
+    tiny.hf_model(name, gain=0.5, **(({} if is_transposed else ROOMY) | overrides)).save_pretrained(
         directory
     )
     tensors = load_file(directory / "model.safetensors")
     expected = dict(tensors)
     for stem in linears(tensors):
         weight, group = tensors.pop(f"{stem}.weight"), None
-        weight = weight.T if turned else weight
+        weight = weight.T if is_transposed else weight
         if shuffled:
             order = torch.randperm(
                 weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1])
@@ -222,7 +220,7 @@ def checkpoint(
             group = torch.empty_like(order)
             group[order] = torch.arange(weight.shape[1]) // size
         layer = Layer.make(weight, bits, size, symmetric, dtype, group)
-        expected[f"{stem}.weight"] = layer.weight.T if turned else layer.weight
+        expected[f"{stem}.weight"] = layer.weight.T if is_transposed else layer.weight
         tensors |= {f"{stem}.{part}": tensor for part, tensor in LAYOUTS[layout](layer).items()}
     save(directory, tensors, quantization_config=settings(layout, bits, size, symmetric))
     return expected

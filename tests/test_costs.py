@@ -1,4 +1,4 @@
-"""What is learned of costs from measurements that cannot be trusted one by one."""
+"""The cost model, which learns from noisy measurements, and the speed-up formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forerun.costs import (
 )
 
 
-def settled(slope: float, seconds: dict[int, float]) -> Curve:
+def settled_curve(slope: float, seconds: dict[int, float]) -> Curve:
     curve = Curve(slope)
     for _ in range(SETTLED):
         for size, cost in seconds.items():
@@ -31,19 +31,19 @@ def settled(slope: float, seconds: dict[int, float]) -> Curve:
     return curve
 
 
-def test_curve_interpolates_and_hopes() -> None:
+def test_a_curve_interpolates_and_extrapolates_with_its_slope() -> None:
     assert Curve(slope=0.1).at(3) is None
-    curve = settled(0.1, {2: 1.0, 6: 3.0})
+    curve = settled_curve(0.1, {2: 1.0, 6: 3.0})
     assert [curve.at(size) for size in (1, 2, 4, 6)] == pytest.approx([1.0, 1.0, 2.0, 3.0])
     assert curve.at(8) == pytest.approx(3.0 * 1.2)
 
 
-def test_a_pass_costs_at_most_what_as_many_passes_cost() -> None:
-    assert settled(0.02, {1: 0.01, 5: 0.5}).at(5) == pytest.approx(0.05)
+def test_n_rows_cost_at_most_n_single_forward_passes() -> None:
+    assert settled_curve(0.02, {1: 0.01, 5: 0.5}).at(5) == pytest.approx(0.05)
 
 
-def test_several_cold_measurements_are_forgotten_at_the_first_warm_one() -> None:
-    """On a GPU the first passes of a size load their kernels; its cost is found in spite of that."""
+def test_cold_measurements_are_replaced_by_the_first_warm_one() -> None:
+    """On a GPU the first forward passes of a size also load kernels."""
     model = CostModel()
     for _ in range(10):
         model.add_forward(1, 0.010)
@@ -56,9 +56,9 @@ def test_several_cold_measurements_are_forgotten_at_the_first_warm_one() -> None
     assert model.forward(3) / model.forward(1) < 1.3
 
 
-def test_rows_that_were_never_measured_cost_what_the_tokens_of_prompts_cost() -> None:
-    """A roofline: at least the smallest pass, and from then on in proportion. Prompts whose passes
-    are bound by memory, a single cold one, and a machine that runs them otherwise say nothing."""
+def test_prefill_costs_predict_the_cost_of_unmeasured_rows() -> None:
+    """The prediction is a roofline: constant, then proportional. Prompts bound by memory, a single
+    cold one, and hardware with other prefill kernels do not count."""
 
     def model(*prefills: tuple[int, float], predicts: bool = True) -> CostModel:
         costs = CostModel()
@@ -69,39 +69,39 @@ def test_rows_that_were_never_measured_cost_what_the_tokens_of_prompts_cost() ->
             costs.add_prefill(tokens, seconds)
         return costs
 
-    known = model((64, 8.0), (64, 8.0), (512, 76.8), (512, 76.8))
-    assert [known.forward(rows) for rows in (4, 8, 12, 16)] == pytest.approx([1, 1, 1.5, 2])
-    loaded = CostModel()
-    loaded.prompts_predict = True
-    known.add_prefill(512, 76.8)
-    loaded.load_state(known.state())
-    assert loaded.forward(16) == pytest.approx(2)
-    unknown = model()
+    measured = model((64, 8.0), (64, 8.0), (512, 76.8), (512, 76.8))
+    assert [measured.forward(rows) for rows in (4, 8, 12, 16)] == pytest.approx([1, 1, 1.5, 2])
+    restored = CostModel()
+    restored.prompts_predict = True
+    measured.add_prefill(512, 76.8)
+    restored.load_state(measured.state())
+    assert restored.forward(16) == pytest.approx(2)
+    unmeasured = model()
     for other in (
         model((64, 8.0)),
         model((9, 1.9), (9, 1.9)),
         model((64, 8.0), (64, 8.0), predicts=False),
     ):
-        assert other.forward(16) == unknown.forward(16) < 1.3
+        assert other.forward(16) == unmeasured.forward(16) < 1.3
     for _ in range(2):
-        known.add_prefill(1024, 102.4)
-    assert known.forward(16) == pytest.approx(1.6), "what longer prompts show is believed at once"
-    known.set_trend(lambda rows: 1 + rows)
-    assert known.forward(9) == pytest.approx(2), "what is known of experts goes first"
+        measured.add_prefill(1024, 102.4)
+    assert measured.forward(16) == pytest.approx(1.6), "longer prompts have full weight immediately"
+    measured.set_trend(lambda rows: 1 + rows)
+    assert measured.forward(9) == pytest.approx(2), "a known trend of experts has priority"
 
 
-def test_a_first_measurement_is_believed_in_part_and_bounds_the_second() -> None:
+def test_the_first_measurement_has_partial_weight_and_bounds_the_second() -> None:
     curve = Curve(slope=0.02)
     curve.add(1, 1.0)
     assert curve.at(1) == pytest.approx(FIRST_SHARE)
     curve.add(1, 0.5)
     assert curve.at(1) == pytest.approx(0.5)
-    curve.add(1, 50.0)  # a spike is bounded, and then one of three
+    curve.add(1, 50.0)  # an outlier is bounded, and then one of three
     assert curve.at(1) == pytest.approx(0.5 * 1.5 ** (1 / 3))
 
 
-def test_a_size_leans_on_those_below_until_it_has_settled() -> None:
-    curve = settled(0.1, {1: 1.0})
+def test_an_unsettled_size_is_averaged_with_smaller_sizes() -> None:
+    curve = settled_curve(0.1, {1: 1.0})
     curve.add(3, 2.0)
     curve.add(3, 2.0)
     assert curve.at(3) == pytest.approx(
@@ -112,23 +112,23 @@ def test_a_size_leans_on_those_below_until_it_has_settled() -> None:
     assert curve.at(3) == pytest.approx(2.0)
 
 
-def test_more_is_not_believed_to_cost_less_before_it_has_settled() -> None:
-    """Else a single measurement, believed in part, would pay without any acceptance."""
-    curve = settled(0.02, {1: 1.0})
+def test_a_larger_unsettled_size_does_not_cost_less() -> None:
+    """Otherwise one measurement with partial weight would suggest drafts without acceptance."""
+    curve = settled_curve(0.02, {1: 1.0})
     curve.add(2, 1.0)
     assert curve.at(2) == 1.0
 
 
-def test_less_is_not_believed_to_cost_more_than_what_has_settled() -> None:
-    """Else a plain pass first measured in a bad moment would never be measured again."""
-    curve = settled(0.02, {2: 1.0})
+def test_a_smaller_unsettled_size_does_not_cost_more_than_a_settled_one() -> None:
+    """Otherwise plain decoding, if first measured too slow, would never be measured again."""
+    curve = settled_curve(0.02, {2: 1.0})
     for _ in range(2):
         curve.add(1, 5.0)
     assert curve.at(1) == curve.at(2) == 1.0
 
 
-def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> None:
-    """Everything takes twice as long from now on, and only one size is measured then."""
+def test_a_slow_period_does_not_distort_the_cost_of_one_size() -> None:
+    """Everything becomes twice as slow, and only one size is measured from then on."""
     costs = CostModel()
     for _ in range(20):
         costs.add_forward(1, 1.0)
@@ -136,23 +136,24 @@ def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> Non
         costs.add_draft("model", 4, 0.2)
     for _ in range(60):
         costs.add_forward(5, 3.0)
-    assert 1.5 < costs.forward(5) / costs.forward(1) < 2.0  # 3 if the pace were not known
+    assert 1.5 < costs.forward(5) / costs.forward(1) < 2.0  # 3 without the speed factor
     passes, drafts = costs.seconds()
     assert passes[5] == pytest.approx(3.0, rel=0.05)
     assert 1.5 < passes[1] < 2.0
     assert 0.3 < drafts["model"][4] < 0.4
 
 
-def test_ratios_hold_while_the_speed_drifts() -> None:
-    dice, costs = random.Random(0), CostModel()
+def test_cost_ratios_are_stable_while_the_speed_drifts() -> None:
+    rng = random.Random(0)
+    costs = CostModel()
     for step in range(4000):
-        speed = math.exp(0.5 * math.sin(step / 200) + dice.gauss(0, 0.1))
-        size = 1 if step % 10 else 5  # plain passes are measured nine times as often
+        speed = math.exp(0.5 * math.sin(step / 200) + rng.gauss(0, 0.1))
+        size = 1 if step % 10 else 5  # plain decoding is measured nine times as often
         costs.add_forward(size, speed * (1 + 0.2 * (size - 1)))
     assert costs.forward(5) / costs.forward(1) == pytest.approx(1.8, rel=0.1)
 
 
-def test_a_busy_server_sees_thousands_of_sizes_once_each() -> None:
+def test_thousands_of_sizes_measured_once_each() -> None:
     costs = CostModel()
     for size in random.Random(0).sample(range(1, 3000), 2999):
         costs.add_forward(size, 1 + 0.01 * size)
@@ -161,18 +162,18 @@ def test_a_busy_server_sees_thousands_of_sizes_once_each() -> None:
     assert costs.forward(1) == pytest.approx(FIRST_SHARE * 1.01, rel=0.05)
 
 
-def test_drafting_for_many_at_once_is_another_matter_than_for_one() -> None:
+def test_draft_costs_depend_on_the_number_of_requests() -> None:
     costs = CostModel()
     for _ in range(SETTLED):
         costs.add_draft("model", 2, 1.0)
         costs.add_draft("model", 2, 6.0, num_requests=20)
     assert costs.draft("model", 2) == pytest.approx(1.0)
-    assert costs.draft("model", 2, 15) == pytest.approx(1.0)  # the most below that was measured
+    assert costs.draft("model", 2, 15) == pytest.approx(1.0)  # the largest measured number below
     assert costs.draft("model", 2, 30) == pytest.approx(6.0)
     assert costs.seconds()[1] == {"model": {2: pytest.approx(1.0)}}
 
 
-def test_a_clock_that_stands_still_is_no_error() -> None:
+def test_measured_times_of_zero_are_valid() -> None:
     costs = CostModel()
     for _ in range(5):
         costs.add_forward(1, 0.0)
@@ -180,20 +181,20 @@ def test_a_clock_that_stands_still_is_no_error() -> None:
     assert costs.forward(1) > 0 and costs.draft("model", 1) > 0 and costs.speed_factor > 0
 
 
-def test_nothing_measured_is_no_error() -> None:
+def test_defaults_without_measurements() -> None:
     costs = CostModel()
     assert not costs.known(4, 1)
     assert costs.forward(3) == 1.0
     assert costs.draft("model", 2) == pytest.approx(0.2)
     costs.add_forward(5, 1.0)
     assert not costs.known(4, 1) and costs.known(5, 1) and not costs.known(9, 2)
-    costs.add_forward(8, 1.0)  # no size was seen twice
+    costs.add_forward(8, 1.0)  # no size was measured twice
     assert costs.known(9, 2) and not costs.known(7, 2)
     assert costs.catch_up("model", 100) == 0.0 and costs.seconds()[1] == {}
 
 
-def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
-    """Long prompts show what reading a token takes, which is taken out of drafts."""
+def test_catching_up_is_not_part_of_the_draft_cost() -> None:
+    """Long prompts show the cost of processing a token, which is subtracted from drafts."""
     costs = CostModel()
     costs.add_forward(1, 1.0)
     for _ in range(10):
@@ -214,13 +215,13 @@ def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
 @pytest.mark.parametrize(
     "lag", [(0.0, 5), (1.0, 0), (1e9, 5), (1.0, 1e12), (float("nan"), 5), ("a", 5), (1.0,), 3]
 )
-def test_what_was_never_written_of_lags_is_refused(lag: object) -> None:
+def test_invalid_stored_catch_up_costs_are_refused(lag: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         CostModel().load_state(CostModel().state() | {"catch_ups": {"model": lag}})
 
 
-def test_as_many_tokens_are_read_as_there_is_time_for() -> None:
-    """Any number while nothing is known, then in proportion, and never as many as took longer."""
+def test_within_gives_the_prefill_tokens_that_fit_a_time() -> None:
+    """It is unbounded without measurements, then proportional, and below sizes that took longer."""
     costs = CostModel()
     assert costs.within(0.1) > 60_000
     for _ in range(SETTLED):
@@ -234,24 +235,24 @@ def test_as_many_tokens_are_read_as_there_is_time_for() -> None:
     assert other.within(0.1) == costs.within(0.1)
 
 
-# The speed-up formulas against enumeration of all outcomes, a simulation, and published values.
+# Speed-up formulas, compared with all outcomes, a simulation and published values.
 
 
-@pytest.mark.parametrize("chances", [[0.8], [0.9, 0.5, 0.7], [1.0, 0.3], [0.0]])
-def test_chains_against_every_outcome(chances: list[float]) -> None:
-    """Each drafted token is accepted or not; tokens of an outcome end at the first rejection."""
+@pytest.mark.parametrize("acceptance", [[0.8], [0.9, 0.5, 0.7], [1.0, 0.3], [0.0]])
+def test_tokens_of_chains_equal_an_enumeration_of_outcomes(acceptance: list[float]) -> None:
+    """Each drafted token is accepted or not; an outcome ends at the first rejection."""
     for depth in range(6):
-        by_level = [chances[min(i, len(chances) - 1)] for i in range(depth)]
+        by_level = [acceptance[min(i, len(acceptance) - 1)] for i in range(depth)]
         mean = 0.0
         for outcome in itertools.product((True, False), repeat=depth):
             weight = math.prod(a if ok else 1 - a for a, ok in zip(by_level, outcome, strict=True))
             mean += weight * (1 + [*outcome, False].index(False))
-        assert Speculation(acceptance=chances).at(depth).tokens == pytest.approx(mean, abs=1e-12)
+        assert Speculation(acceptance=acceptance).at(depth).tokens == pytest.approx(mean, abs=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [[0.6, 0.2], [0.5, 0.3, 0.1], [0.4, 0.4], [0.9, 0.05, 0.05]])
-def test_trees_against_every_outcome(ranks: list[float]) -> None:
-    """The target's token is the draft's choice number r, or none; the likeliest paths are kept."""
+def test_tokens_of_trees_equal_an_enumeration_of_outcomes(ranks: list[float]) -> None:
+    """The target's token is the draft's r-th choice or none; the likeliest paths are drafted."""
     width = len(ranks)
     speculation = Speculation(acceptance=ranks[:1], siblings=ranks[1:])
     for depth in range(1, 4):
@@ -261,7 +262,7 @@ def test_trees_against_every_outcome(ranks: list[float]) -> None:
             likeliest = sorted(paths, key=lambda path: -math.prod(ranks[r] for r in path))
             tree |= set(likeliest[:width])
         mean = 0.0
-        for outcome in itertools.product(range(width + 1), repeat=depth):  # `width`: none of them
+        for outcome in itertools.product(range(width + 1), repeat=depth):  # `width` means none
             weight = math.prod([*ranks, 1 - sum(ranks)][r] for r in outcome)
             longest = max((n for n in range(1, depth + 1) if outcome[:n] in tree), default=0)
             mean += weight * (1 + longest)
@@ -291,7 +292,7 @@ def test_the_optimum_of_one_pass_drafters(a: float, v: float, depth: int, speedu
     assert (best.depth, round(best.speedup, 2)) == (depth, speedup)
 
 
-def test_a_draft_model_that_is_drafted_for() -> None:
+def test_a_cascade_lowers_the_cost_of_its_draft_model() -> None:
     inner = Speculation(acceptance=[0.8], draft_cost=0.2)
     depth, cost = cascaded(0.4, inner)
     assert depth == inner.best().depth > 0
@@ -299,8 +300,8 @@ def test_a_draft_model_that_is_drafted_for() -> None:
     assert cascaded(0.4, Speculation(acceptance=[0.1], draft_cost=0.2)) == (0, 0.4)
 
 
-def test_no_gain_is_no_draft() -> None:
-    """There is a speed-up only if acceptance exceeds the cost of a drafted token."""
+def test_the_best_depth_without_a_gain_is_zero() -> None:
+    """There is a speed-up only if the acceptance exceeds the cost of a drafted token."""
     assert Speculation(acceptance=[0.3], draft_cost=0.31).best().depth == 0
     assert Speculation(acceptance=[0.3], draft_cost=0.29).best().depth == 1
     plain = Speculation(acceptance=[0.3], fixed_cost=5.0).at(0)
@@ -310,45 +311,45 @@ def test_no_gain_is_no_draft() -> None:
 def simulate(speculation: Speculation, depth: int, rounds: int = 20_000) -> float:
     """Return the speed-up of asynchronous drafting, simulated step by step.
 
-    While the target verifies, the drafter reads its draft and drafts behind the likely outcomes,
-    level by level. If the verdict was anticipated, the next verification starts once the draft is
-    complete; otherwise it is drafted anew, after the level that the drafter is working on.
+    While the target verifies, the drafter continues its draft after the likely outcomes, level by
+    level. If the verdict was anticipated, the next verification starts when the draft is complete;
+    otherwise drafting starts again after the current level.
     """
     rng = random.Random(0)
     clock = 0.0
     tokens = 0
     verify = speculation.verify_cost(1 + depth)
     level = speculation.draft_cost
-    chances = speculation.level_chances(depth)
+    acceptance = speculation.level_chances(depth)
     for _ in range(rounds):
         draw = rng.random()
-        tokens += 1 + sum(draw < chance for chance in chances)
-        ahead = level * (depth + 1)
+        tokens += 1 + sum(draw < chance for chance in acceptance)
+        continuation = level * (depth + 1)
         if rng.random() < (speculation.foreseen or 0.0):
-            clock += max(verify, ahead)
+            clock += max(verify, continuation)
         else:
-            busy = min(math.ceil(verify / level) * level, ahead)
+            busy = min(math.ceil(verify / level) * level, continuation)
             clock += max(verify, busy) + level * depth
     return tokens * speculation.verify_cost(1) / clock
 
 
 @pytest.mark.parametrize("hits", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(("cost", "depth"), [(0.02, 6), (0.1, 4), (0.1, 7), (0.3, 3)])
-def test_asynchronous_drafting(hits: float, cost: float, depth: int) -> None:
-    """Within 5 % of a simulation where drafts are complete in time, and never below it."""
+def test_asynchronous_drafting_in_a_simulation(hits: float, cost: float, depth: int) -> None:
+    """The estimate is within 5 % if drafts are complete in time, and never below the simulation."""
     verify = cost_by_slope(0.02)
     options = {"acceptance": [0.8], "draft_cost": cost, "verify_cost": verify}
     speculation = Speculation(**options, foreseen=hits)
-    forecast = speculation.at(depth).speedup
+    estimate = speculation.at(depth).speedup
     simulated = simulate(speculation, depth)
-    assert simulated <= forecast * 1.01
+    assert simulated <= estimate * 1.01
     if cost * (depth + 1) <= 1:
-        assert simulated == pytest.approx(forecast, rel=0.05)
+        assert simulated == pytest.approx(estimate, rel=0.05)
     alone = Speculation(**options).at(depth).speedup
-    assert forecast == pytest.approx(alone) if not hits else forecast > alone
+    assert estimate == pytest.approx(alone) if not hits else estimate > alone
 
 
-def test_many_requests_share_a_pass() -> None:
+def test_requests_share_a_forward_pass() -> None:
     cost = cost_by_rows({1: 2.0, 8: 2.2, 16: 3.0})
     assert [cost(n) for n in (1, 8, 16, 24)] == pytest.approx([1.0, 1.1, 1.5, 1.9])
     alone, many = (

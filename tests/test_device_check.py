@@ -1,4 +1,4 @@
-"""scripts/device_check.py in miniature on the CPU: its results, its failures and its time."""
+"""scripts/device_check.py with tiny models on the CPU: results, failures and time limits."""
 
 import importlib.util
 import json
@@ -43,13 +43,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return device_check
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, script: ModuleType, **seconds: float) -> None:
-    """Put stages of this file in place of all others."""
+def set_stages(monkeypatch: pytest.MonkeyPatch, script: ModuleType, **seconds: float) -> None:
+    """Replace all stages by stages of this file."""
     stages = {name: (f"tests.test_device_check:{name}", each) for name, each in seconds.items()}
     monkeypatch.setattr(script, "STAGES", stages)
 
 
-def test_stages_in_miniature(
+def test_quick_stages_on_the_cpu(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "check.json"
@@ -80,7 +80,7 @@ def test_stages_in_miniature(
     assert "### speed: ok in " in printed and "| tiny | off | 0 |" in printed
 
 
-def test_slow_stages_in_miniature(script: ModuleType, tmp_path: Path) -> None:
+def test_slow_stages_on_the_cpu(script: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     assert script.main(["--cpu", "--out", str(out), "--stages", ",".join(SLOW)]) == 0
     tests, certificate = (
@@ -91,13 +91,13 @@ def test_slow_stages_in_miniature(script: ModuleType, tmp_path: Path) -> None:
     assert parts == {"rules", "forward", "texts", "distribution", "faults"}
 
 
-def test_a_stage_that_fails_does_not_end_the_others(
+def test_a_failing_stage_does_not_stop_the_others(
     script: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    inject(monkeypatch, script, fails=1, dies=1)
+    set_stages(monkeypatch, script, fails=1, dies=1)
     out = tmp_path / "check.json"
     assert script.main(["--cpu", "--json", "--out", str(out)]) == 1
     results = json.loads(capsys.readouterr().out)
@@ -109,31 +109,31 @@ def test_a_stage_that_fails_does_not_end_the_others(
     assert died["tables"] == {"rows": [{"number": 2}]}
 
 
-def test_a_stage_out_of_time_is_stopped(
+def test_a_stage_over_its_time_limit_is_stopped(
     script: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "check.json"
-    inject(monkeypatch, script, fails=1)
-    script.main(["--cpu", "--out", str(out)])  # whose process the others are forked from
-    inject(monkeypatch, script, hangs=1, fails=2)
+    set_stages(monkeypatch, script, fails=1)
+    script.main(["--cpu", "--out", str(out)])  # starts the process from which the others are forked
+    set_stages(monkeypatch, script, hangs=1, fails=2)
     assert script.main(["--cpu", "--out", str(out), "--minutes", "0.1"]) == 1
     hung, failed = json.loads(out.read_text())["stages"].values()
     assert hung["status"] == "timed out" and hung["error"] == "not done after 2 s"
-    assert 1.9 < hung["limit"] <= 2 and 2.5 < failed["limit"] <= 4  # what is left of six seconds
+    assert 1.9 < hung["limit"] <= 2 and 2.5 < failed["limit"] <= 4  # the rest of six seconds
     assert hung["tables"] == {"rows": [{"number": 3}]} and failed["status"] == "failed"
     assert "### hangs: timed out in 2 s (not done after 2 s)" in capsys.readouterr().out
 
 
-def test_ctrl_c_keeps_what_was_written(
+def test_ctrl_c_keeps_finished_rows(
     script: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    inject(monkeypatch, script, hangs=1, fails=1)
+    set_stages(monkeypatch, script, hangs=1, fails=1)
     run_stage = script.run_stage
 
     def interrupted(*arguments: Any) -> Iterator[dict[str, Any]]:
@@ -158,8 +158,8 @@ def test_refusals(script: ModuleType, words: list[str], monkeypatch: pytest.Monk
     assert exit_.value.code == 2
 
 
-def test_a_random_model_in_4_bits_still_knows_what_comes_next(script: ModuleType) -> None:
-    """Token t + 1 after token t, as in floats: its texts are what the drafts of the check know."""
+def test_the_random_model_predicts_successors_in_4_bits(script: ModuleType) -> None:
+    """Token t + 1 follows token t as in floats, which the drafts of the check rely on."""
     import device_stages
     import torch
 

@@ -1,4 +1,4 @@
-"""Work beside the host: the order of a side stream and the main one."""
+"""The order of work on a side stream and on the main one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch
 from forerun.devices import SideStream
 
 
-def test_a_side_stream_runs_behind_what_was_launched_and_before_what_follows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_side_stream_is_ordered_by_fork_and_join(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     class Stream:
@@ -42,7 +40,7 @@ def test_a_side_stream_runs_behind_what_was_launched_and_before_what_follows(
     assert events == expected
 
 
-def test_on_a_cpu_there_is_no_side_stream() -> None:
+def test_a_side_stream_does_nothing_on_a_cpu() -> None:
     side = SideStream(torch.device("cpu"))
     side.fork()
     with side.use():

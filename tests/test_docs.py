@@ -1,5 +1,4 @@
-"""The documentation cannot go stale: its links lead somewhere, and what it tells people to type
-exists."""
+"""The documentation stays correct: its links have targets, and its commands and names exist."""
 
 import importlib
 import importlib.util
@@ -31,8 +30,8 @@ PAGES = [
     ROOT / "benchmarks" / "LOG.md",
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 ]
-GUIDES = PAGES[:-1]  # the changelog names what was, too
-MADE = {"cli.md", "changelog.md"}  # when the site is built
+GUIDES = PAGES[:-1]  # the changelog also names removed commands
+GENERATED = {"cli.md", "changelog.md"}  # written when the site is built
 NOT_A_SHELL = {"python", "toml", "json", "text"}
 ENDS = {"|", ">", ">>", "&&", ";"}
 
@@ -43,7 +42,7 @@ def tokens(page: Path) -> list[Token]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What headings are called in a link."""
+    """Return the anchors of headings."""
     parsed = tokens(page)
     headings = [after.content for at, after in pairwise(parsed) if at.type == "heading_open"]
     return {
@@ -57,7 +56,7 @@ def links(page: Path) -> list[str]:
 
 
 def lines(page: Path) -> list[str]:
-    """What stands in blocks of commands and in code within sentences, continued lines joined."""
+    """Return the lines of shell blocks, continued lines joined, and inline code."""
     parsed = tokens(page)
     blocks = [
         token.content for token in parsed if token.type == "fence" and token.info not in NOT_A_SHELL
@@ -67,7 +66,7 @@ def lines(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words behind each `forerun` that somebody may type."""
+    """Yield the words after each `forerun` in a command."""
     for line in lines(page):
         if not re.search(r"(^|[ /])forerun( |$)", line):
             continue
@@ -79,8 +78,8 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield rest[:end]
 
 
-def wrong(words: list[str]) -> str:
-    """What of a command does not exist, or nothing."""
+def unknown(words: list[str]) -> str:
+    """Return the first verb or flag of a command that does not exist, or an empty string."""
     command: Any = command_line()
     rest = list(words)
     while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
@@ -95,7 +94,7 @@ def wrong(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     for link in links(page):
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
@@ -106,34 +105,34 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_verbs_and_flags_exist(page: Path) -> None:
     for words in commands(page):
-        assert not wrong(words), (
-            f"{page.name}: forerun {shlex.join(words)}: there is no {wrong(words)}"
+        assert not unknown(words), (
+            f"{page.name}: forerun {shlex.join(words)}: there is no {unknown(words)}"
         )
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_tests_that_are_named_exist(page: Path) -> None:
+def test_named_test_files_exist(page: Path) -> None:
     for name in re.findall(r"\btests/[\w/]+\.py", page.read_text(encoding="utf-8")):
         assert (ROOT / name).is_file(), f"{page.name}: {name}"
 
 
-def test_commands_are_found_and_mistakes_in_them() -> None:
-    typed = [words for page in GUIDES for words in commands(page)]
-    assert ["generate", "What is the capital of France?"] in typed
-    assert len(typed) > 80
-    assert wrong(["generte", "Hello"]) == "generte"
-    assert wrong(["bench", "decode", "--dephts", "4"]) == "--dephts"
-    assert wrong(["generate", "-x", "Hello"]) == "-x"
+def test_commands_and_their_mistakes_are_found() -> None:
+    found = [words for page in GUIDES for words in commands(page)]
+    assert ["generate", "What is the capital of France?"] in found
+    assert len(found) > 80
+    assert unknown(["generte", "Hello"]) == "generte"
+    assert unknown(["bench", "decode", "--dephts", "4"]) == "--dephts"
+    assert unknown(["generate", "-x", "Hello"]) == "-x"
 
 
 def test_every_page_is_in_the_site() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = [page for entry in site["nav"] for page in entry.values()]
-    assert sorted(listed) == sorted({page.name for page in DOCS.glob("*.md")} | MADE)
+    assert sorted(listed) == sorted({page.name for page in DOCS.glob("*.md")} | GENERATED)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
-def test_pages_begin_with_what_they_are_for(page: Path) -> None:
+def test_pages_begin_with_their_purpose(page: Path) -> None:
     assert page.read_text(encoding="utf-8").split("\n\n")[1].startswith("On this page you can ")
 
 
@@ -148,8 +147,8 @@ def test_every_drafter_and_family_has_a_row(page: str, names: Iterable[str]) -> 
     assert not [name for name in names if not re.search(rf"`{name}[`:]", table)]
 
 
-def test_the_tour_leads_past_what_exists() -> None:
-    """Each `file: Name` stands under forerun/, or else in the repository, and says so."""
+def test_the_names_in_the_tour_exist() -> None:
+    """Each `file: Name` is below forerun/ or the root, and the file defines the name."""
     named = [
         re.fullmatch(r"([\w/]+(?:/|\.\w+))(?:: (\w+)(?:\.(\w+))?)?", line)
         for line in lines(DOCS / "tour.md")
@@ -196,10 +195,10 @@ def test_the_reference_of_the_library_has_every_public_name() -> None:
 
 @pytest.mark.parametrize("name", forerun.__all__)
 def test_documented_arguments_exist(name: str) -> None:
-    """`make docs` refuses others."""
-    thing = getattr(forerun, name)
-    methods = [m for n, m in vars(thing).items() if not n.startswith("_") and inspect.isroutine(m)]
-    for each in (thing, *(getattr(method, "__func__", method) for method in methods)):
+    """`make docs` refuses other names."""
+    value = getattr(forerun, name)
+    methods = [m for n, m in vars(value).items() if not n.startswith("_") and inspect.isroutine(m)]
+    for each in (value, *(getattr(method, "__func__", method) for method in methods)):
         found = re.search(r"^Args:\n((?: +.*\n?|\n)*)", inspect.getdoc(each) or "", re.MULTILINE)
         if found:
             named = re.findall(r"^ {4}(\S.*?): ", found[1], flags=re.MULTILINE)
@@ -214,11 +213,11 @@ def test_every_help_ends_with_examples_that_exist() -> None:
         for example in examples:
             words = shlex.split(example.split(" | ")[-1])[1:]
             if words[:1] != ["COMMAND"]:
-                assert not wrong(words), f"{path}: {example}: there is no {wrong(words)}"
+                assert not unknown(words), f"{path}: {example}: there is no {unknown(words)}"
 
 
-def test_the_default_length_is_one_everywhere() -> None:
-    """In the code it is a constant; pages and the playground's form name its value."""
+def test_the_default_length_is_the_same_everywhere() -> None:
+    """It is a constant in the code, and a number on pages and in the form of the playground."""
     page = (ROOT / "forerun/server/playground/index.html").read_text(encoding="utf-8")
     (field,) = re.findall(r'name="max_tokens"[^>]*value="(\d+)"', page)
     assert int(field) == DEFAULT_MAX_TOKENS
@@ -236,9 +235,9 @@ def verbs(group: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from verbs(command, f"{path} {name}")
 
 
-@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda path: path.name)
-def test_pictures_are_small_and_those_that_move_can_stand_still(picture: Path) -> None:
-    text = picture.read_text(encoding="utf-8")
+@pytest.mark.parametrize("image", sorted(DOCS.glob("*.svg")), ids=lambda path: path.name)
+def test_images_are_small_and_animations_can_be_turned_off(image: Path) -> None:
+    text = image.read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     assert len(text) < 200_000
     assert "prefers-reduced-motion" in text or "animation" not in text

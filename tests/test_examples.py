@@ -1,7 +1,7 @@
-"""What people copy runs: every file in examples/, and the Python in the documentation.
+"""Every file in examples/ and the Python code in the documentation run.
 
-In this process on a tiny model, in an instant; and once as a user runs them, on the default model,
-where that is here."""
+They run in this process with a tiny model, and once as a user runs them, with the default model if
+it is installed."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from tests.cluster.deployed import NEEDS_RAY
 from tests.test_docs import DOCS, ROOT, tokens
 
 EXAMPLES = ROOT / "examples"
-SHORT = {  # what makes them short
+OPTIONS = {  # options for short runs
     "drafter.py": (),
     "batch.py": (),
     "demo.py": ("--repeats", "1"),
     "predict.py": ("--repeats", "1", "--tokens", "24", "--changed", "1"),
 }
 CLUSTER = "cluster_demo.py"
-PAGE = "speculative_decoding.py"  # which needs a model
+PAGE = "speculative_decoding.py"  # needs a model
 
 
-def test_no_example_is_forgotten() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SHORT, CLUSTER, PAGE}
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*OPTIONS, CLUSTER, PAGE}
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_examples_run(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("forerun.models.hub.default_model", tiny.spoken)
-    monkeypatch.setattr(sys, "argv", [name, *SHORT[name]])
+    monkeypatch.setattr(sys, "argv", [name, *OPTIONS[name]])
     try:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     except SystemExit as end:
-        assert not end.code, "demo.py ends so where a text differs"
+        assert not end.code, "demo.py exits with 1 if a text differs"
     assert len(capsys.readouterr().out.splitlines()) > 1
 
 
@@ -69,13 +69,13 @@ def test_the_algorithm_on_one_page_gives_the_tokens_of_the_engine(depth: int) ->
         assert passes < 40
 
 
-def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_algorithm_on_one_page_has_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / PAGE))["main"](str(tiny.spoken()), "import os\n" * 3)
     assert "forward passes" in capsys.readouterr().err
 
 
-def started(name: str, *options: str, timeout: float = 300) -> str:
-    """What an example prints where it is run as a user runs it."""
+def run_example(name: str, *options: str, timeout: float = 300) -> str:
+    """Run an example as a user does; return its output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(EXAMPLES / name), *options]
     done = subprocess.run(
@@ -89,26 +89,26 @@ def started(name: str, *options: str, timeout: float = 300) -> str:
 @pytest.mark.default_model
 @pytest.mark.parametrize("name", ["batch.py", "predict.py"])
 def test_examples_run_on_the_default_model(name: str) -> None:
-    assert len(started(name, *SHORT[name]).splitlines()) > 1
+    assert len(run_example(name, *OPTIONS[name]).splitlines()) > 1
 
 
 @pytest.mark.default_model
-def test_the_drafter_of_the_example_drafts() -> None:
-    """And the text is the one without it."""
-    plain, drafted = started("drafter.py").splitlines()[-2:]
+def test_the_drafter_of_the_example_is_lossless() -> None:
+    """It drafts accepted tokens, and the text is that of plain decoding."""
+    plain, drafted = run_example("drafter.py").splitlines()[-2:]
     lengths = [float(re.findall(r"\d\.\d\d", line)[0]) for line in (plain, drafted)]
     assert lengths[0] == 1.0 < lengths[1] and plain.split("ids")[1] == drafted.split("ids")[1]
 
 
 @NEEDS_RAY
 @pytest.mark.default_model
-def test_the_cluster_of_the_example_answers() -> None:
-    said = started(CLUSTER)
-    assert said.count("prompt tokens were cached") == 12 and "forerun_requests_total" in said
+def test_the_example_cluster_answers() -> None:
+    output = run_example(CLUSTER)
+    assert output.count("prompt tokens were cached") == 12 and "forerun_requests_total" in output
 
 
 def blocks(page: Path) -> list[str]:
-    """The Python on a page."""
+    """Return the blocks of Python on a page."""
     return [
         token.content for token in tokens(page) if token.type == "fence" and token.info == "python"
     ]
@@ -117,15 +117,15 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", DOCS / "generate.md", DOCS / "write-a-drafter.md"]
 )
-def test_the_python_of_pages_runs(
+def test_python_on_pages_runs(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One block after the other, with a tiny model in place of any that is named."""
-    made = forerun.LLM
+    """The blocks of a page run in order, with a tiny model instead of the named ones."""
+    load = forerun.LLM
     monkeypatch.setattr(
-        forerun, "LLM", lambda model=None, **options: made(tiny.spoken(), kv_tokens=4096, **options)
+        forerun, "LLM", lambda model=None, **options: load(tiny.spoken(), kv_tokens=4096, **options)
     )
-    names: dict[str, Any] = {"text": "a request that the page has before"}
+    names: dict[str, Any] = {"text": "a request that is given earlier"}
     found = [block for block in blocks(page) if not block.startswith("class Proposer:")]
     assert found
     for block in found:
@@ -133,7 +133,7 @@ def test_the_python_of_pages_runs(
     assert capsys.readouterr().out
 
 
-def test_the_interface_on_the_page_is_that_of_the_code() -> None:
+def test_the_interface_on_the_page_equals_the_code() -> None:
     (shown,) = [
         block
         for block in blocks(DOCS / "write-a-drafter.md")

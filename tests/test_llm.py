@@ -1,5 +1,5 @@
-"""The library's surface: prompts of every kind, n, streams, stop strings, seeds, and refusals
-before any work."""
+"""The library's interface: kinds of prompts, n, streams, stop strings, seeds, and refusals before
+any work."""
 
 import gc
 import itertools
@@ -41,7 +41,7 @@ from tests import other_words, tiny
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """A tiny model and one that often agrees with it, in float64 for equality."""
+    """Load a tiny model and a draft model that often agrees, in float64 for equal tokens."""
     draft = f"model:{tiny.spoken(0.1)}"
     return LLM(tiny.spoken(), draft=draft, dtype="float64", context=256, kv_tokens=4096)
 
@@ -49,7 +49,7 @@ def llm() -> LLM:
 PROMPT = "def add(a, b):\n"
 
 
-def test_same_tokens_with_every_draft(llm: LLM) -> None:
+def test_every_draft_gives_the_same_tokens(llm: LLM) -> None:
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4)
         (plain,) = llm.generate(PROMPT, params, draft="off")
@@ -62,21 +62,21 @@ def test_same_tokens_with_every_draft(llm: LLM) -> None:
 
 @pytest.mark.parametrize("draft", ["model", "suffix+model"])
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_a_draft_model_of_another_vocabulary(
+def test_a_draft_model_with_another_vocabulary_is_lossless(
     kernels: str, draft: str, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is told that it has one, is heard all the same, and changes nothing."""
+    """A note says that the vocabularies differ; drafts are accepted and change no token."""
     if kernels == "native" and native.library() is None:
         pytest.skip(native.reason())
     note.cache_clear()
     dtype = "float32" if kernels == "native" else "float64"
     draft = f"{draft}:{other_words.drafter('pieces')}"
-    across = LLM(tiny.spoken(), draft=draft, dtype=dtype, kernels=kernels, kv_tokens=2048)
+    llm = LLM(tiny.spoken(), draft=draft, dtype=dtype, kernels=kernels, kv_tokens=2048)
     assert "another vocabulary" in capsys.readouterr().err
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4)
-        (plain,) = across.generate(PROMPT, params, draft="off")
-        (other,) = across.generate(PROMPT, params, depth=4)
+        (plain,) = llm.generate(PROMPT, params, draft="off")
+        (other,) = llm.generate(PROMPT, params, depth=4)
         assert (other.token_ids, other.text) == (plain.token_ids, plain.text)
         assert other.stats.by_source["model"].accepted > 0
 
@@ -100,20 +100,20 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
         [{"role": "user", "content": 5}], [{"role": 5, "content": "x"}], [{"role": "user", "content": {}}], [{5: 6}],
     ],
 )  # fmt: skip
-def test_refused_prompts(llm: LLM, prompt: object) -> None:
+def test_invalid_prompts_are_refused(llm: LLM, prompt: object) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt)  # type: ignore[arg-type]
     assert not llm.engine.busy
 
 
-def test_one_bad_prompt_of_many_leaves_nothing_behind(llm: LLM) -> None:
+def test_one_invalid_prompt_of_many_adds_no_request(llm: LLM) -> None:
     with pytest.raises(RequestError, match="context"):
         llm.generate([PROMPT, [5] * 300])
     llm.generate(PROMPT, SamplingParams.pure(max_tokens=1))
     assert not llm.engine.busy
 
 
-def test_n_completions_have_seeds_of_their_own(llm: LLM) -> None:
+def test_n_completions_have_derived_seeds(llm: LLM) -> None:
     params = SamplingParams.pure(max_tokens=12, temperature=1.0, seed=9, n=3)
     completions = llm.generate([PROMPT, "class A:\n"], params)
     assert len(completions) == 6
@@ -123,7 +123,7 @@ def test_n_completions_have_seeds_of_their_own(llm: LLM) -> None:
     assert alone.token_ids == completions[1].token_ids
 
 
-def test_without_a_seed_the_result_names_one(llm: LLM) -> None:
+def test_a_completion_without_a_seed_has_a_random_one(llm: LLM) -> None:
     params = SamplingParams.pure(max_tokens=12, temperature=1.0)
     first, second = (llm.generate(PROMPT, params)[0] for _ in range(2))
     assert first.seed != second.seed
@@ -135,13 +135,13 @@ def test_stream_gives_the_same_as_generate(llm: LLM) -> None:
     params = SamplingParams.pure(max_tokens=30, temperature=0.8, seed=2, logprobs=1)
     stream = llm.stream(PROMPT, params)
     events = list(stream)
-    (whole,) = llm.generate(PROMPT, params, draft="off")
-    assert "".join(e.text for e in events) == whole.text == stream.completion.text
-    assert stream.completion.token_ids == whole.token_ids
-    assert [e.token_id for e in stream.completion.logprobs] == whole.token_ids
+    (full,) = llm.generate(PROMPT, params, draft="off")
+    assert "".join(e.text for e in events) == full.text == stream.completion.text
+    assert stream.completion.token_ids == full.token_ids
+    assert [e.token_id for e in stream.completion.logprobs] == full.token_ids
 
 
-def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
+def test_a_stream_that_is_left_early_frees_its_slot(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SamplingParams.pure(max_tokens=50, ignore_eos=True))
     for _ in stream:
         break
@@ -154,38 +154,38 @@ def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("draft", ["off", "suffix", "model", "suffix+model", "suffix&model"])
-@pytest.mark.parametrize("leave", ["break", "error", "ctrl-c", "next", "generate"])
-def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> None:
-    """However it was left, every event comes once, and the tokens are the same."""
+@pytest.mark.parametrize("exit_by", ["break", "error", "ctrl-c", "next", "generate"])
+def test_a_stream_can_be_continued(exit_by: str, draft: str, llm: LLM) -> None:
+    """However a loop over it ends, every event comes once and the tokens stay the same."""
     options = {"max_tokens": 30, "temperature": 0.8, "seed": 5}
     params = SamplingParams.pure(**options, ignore_eos=True, logprobs=1)
-    whole = llm.generate(PROMPT, params, draft="off")[0]
+    full = llm.generate(PROMPT, params, draft="off")[0]
     stream, pieces, loops = llm.stream(PROMPT, params, draft=draft, depth=1), [], 0
-    raised = {"error": ZeroDivisionError, "ctrl-c": KeyboardInterrupt}.get(leave)
-    while "".join(pieces) != whole.text or stream.completion.finish_reason == "abort":
+    exception = {"error": ZeroDivisionError, "ctrl-c": KeyboardInterrupt}.get(exit_by)
+    while "".join(pieces) != full.text or stream.completion.finish_reason == "abort":
         loops += 1
-        if leave == "next":
+        if exit_by == "next":
             pieces.append(next(iter(stream)).text)
         else:
-            with pytest.raises(raised) if raised else nullcontext():
+            with pytest.raises(exception) if exception else nullcontext():
                 for event in stream:
                     pieces.append(event.text)
-                    if raised:
-                        raise raised
-                    if leave == "generate":
+                    if exception:
+                        raise exception
+                    if exit_by == "generate":
                         llm.generate("class A:", SamplingParams.pure(max_tokens=3))
                     else:
                         break
         assert not llm.engine.busy and loops <= 30
     done = stream.completion
-    assert (loops >= 15) == (leave != "generate"), "two tokens a step at most"
-    assert (done.text, done.token_ids) == (whole.text, whole.token_ids)
+    assert (loops >= 15) == (exit_by != "generate"), "at most two tokens a step"
+    assert (done.text, done.token_ids) == (full.text, full.token_ids)
     assert done.finish_reason == "length"
-    assert [entry.token_id for entry in done.logprobs] == whole.token_ids
+    assert [entry.token_id for entry in done.logprobs] == full.token_ids
 
 
-def test_a_stream_that_has_ended_says_so(llm: LLM) -> None:
-    """Another loop gave nothing in silence."""
+def test_iterating_over_a_finished_stream_is_an_error(llm: LLM) -> None:
+    """A second loop would otherwise silently give nothing."""
     stream = llm.stream(PROMPT, SamplingParams.pure(max_tokens=3, ignore_eos=True))
     assert len(list(stream)) and stream.completion.finish_reason == "length"
     for _ in range(2):
@@ -195,72 +195,74 @@ def test_a_stream_that_has_ended_says_so(llm: LLM) -> None:
     for event in at_its_end:
         if event.finish_reason:
             break
-    assert list(at_its_end) == [], "the loop that was left did not see the end"
+    assert list(at_its_end) == [], "the loop ended before it saw the end"
     with pytest.raises(RequestError, match="has ended"):
         list(at_its_end)
 
 
-def test_a_stopped_stream_ends_and_says_so_afterwards(llm: LLM) -> None:
+def test_a_stopped_stream_ends_and_cannot_be_continued(llm: LLM) -> None:
     params = SamplingParams.pure(max_tokens=50, ignore_eos=True)
-    early, late = llm.stream(PROMPT, params), llm.stream(PROMPT, params)
-    early.stop()
-    assert list(early) == []
-    for _ in late:
-        late.stop()
-    assert 0 < len(late.completion.token_ids) < 50 and late.completion.finish_reason == "abort"
-    for stream in (early, late):
+    unread = llm.stream(PROMPT, params)
+    running = llm.stream(PROMPT, params)
+    unread.stop()
+    assert list(unread) == []
+    for _ in running:
+        running.stop()
+    completion = running.completion
+    assert 0 < len(completion.token_ids) < 50 and completion.finish_reason == "abort"
+    for stream in (unread, running):
         with pytest.raises(RequestError, match="has ended"):
             list(stream)
 
 
-def test_streams_without_a_loop_cost_nothing(llm: LLM) -> None:
-    """More of them than slots, left alone, kept and half-read."""
+def test_streams_that_are_not_read_take_no_slot(llm: LLM) -> None:
+    """There are more streams than slots, unread or partly read."""
     params = SamplingParams.pure(max_tokens=20, seed=1, temperature=0.8)
     (plain,) = llm.generate(PROMPT, params, draft="off")
-    kept = [llm.stream(PROMPT, params) for _ in range(len(llm.engine.scheduler.slots) + 2)]
-    half = [iter(stream) for stream in kept[:3]]
-    for events in half:
+    streams = [llm.stream(PROMPT, params) for _ in range(len(llm.engine.scheduler.slots) + 2)]
+    started = [iter(stream) for stream in streams[:3]]
+    for events in started:
         next(events)
     assert len(llm.engine.requests) == 3
-    del events, half
+    del events, started
     gc.collect()
     assert not llm.engine.requests and not llm._runs
     assert llm.generate(PROMPT, params)[0].token_ids == plain.token_ids
-    assert [list(stream)[-1].finish_reason for stream in kept] == [plain.finish_reason] * len(kept)
+    assert {list(stream)[-1].finish_reason for stream in streams} == {plain.finish_reason}
 
 
 def test_two_loops_over_one_stream_share_its_events(llm: LLM) -> None:
     params = SamplingParams.pure(max_tokens=12, seed=3, temperature=0.8, ignore_eos=True)
-    (whole,) = llm.generate(PROMPT, params)
+    (full,) = llm.generate(PROMPT, params)
     stream, pieces = llm.stream(PROMPT, params, depth=0), []
     for event in stream:
         pieces.append(event.text)
         for inner in stream:
             pieces.append(inner.text)
             break
-    assert "".join(pieces) == whole.text and len(pieces) == 12
+    assert "".join(pieces) == full.text and len(pieces) == 12
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_step_that_was_cut_short_leaves_a_whole_engine(
+def test_an_interrupted_step_leaves_a_valid_engine(
     error: type[BaseException], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it commits: requests of that step end with an error, others go on."""
+    """If a commit is interrupted, requests of that step end with an error and others continue."""
     params = SamplingParams.pure(max_tokens=20, seed=1, temperature=0.8, ignore_eos=True)
     (plain,) = llm.generate(PROMPT, params, draft="off")
-    paused, open_, left = (llm.stream(PROMPT, params) for _ in range(3))
+    paused, open_, unread = (llm.stream(PROMPT, params) for _ in range(3))
     for _ in paused:
         break
     running = iter(open_)
     next(running)
     commit = llm.engine.target.cache.commit
 
-    def interrupted(slot: int, path: Any) -> None:
+    def commit_and_raise(slot: int, path: Any) -> None:
         commit(slot, path)
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.target.cache, "commit", interrupted)
+        patch.setattr(llm.engine.target.cache, "commit", commit_and_raise)
         with pytest.raises(error):
             llm.generate(PROMPT, params)
     with pytest.raises(StateError, match=f"cut short by {error.__name__}"):
@@ -268,8 +270,9 @@ def test_a_step_that_was_cut_short_leaves_a_whole_engine(
     with pytest.raises(StateError, match="cut short"):
         list(open_)
     assert not llm.engine.busy and not llm._runs
-    list(paused), list(left)
-    assert [s.completion.token_ids for s in (paused, left)] == [plain.token_ids] * 2
+    list(paused)
+    list(unread)
+    assert [s.completion.token_ids for s in (paused, unread)] == [plain.token_ids] * 2
     assert llm.generate(PROMPT, params)[0].token_ids == plain.token_ids
 
 
@@ -278,7 +281,7 @@ WRONG_PARAMS = [{"temperature": 0}, {}, [PARAMS], (PARAMS,), [], "x", 5, False, 
 
 
 @pytest.mark.parametrize("params", WRONG_PARAMS, ids=repr)
-def test_what_is_no_sampling_parameters_is_refused_in_one_line(llm: LLM, params: Any) -> None:
+def test_invalid_sampling_params_are_refused_in_one_line(llm: LLM, params: Any) -> None:
     for call in (llm.generate, llm.stream):
         with pytest.raises(RequestError, match="no SamplingParams: ") as found:
             call(PROMPT, params)
@@ -301,8 +304,8 @@ def test_options_of_a_wrong_type_are_refused_in_one_line(llm: LLM, options: dict
     assert "\n" not in str(found.value) and not llm.engine.busy
 
 
-def test_a_message_without_a_text_is_an_empty_one(llm: LLM) -> None:
-    """As an assistant's is that calls a tool: not the word None."""
+def test_a_message_without_content_is_empty(llm: LLM) -> None:
+    """Messages of assistants that call tools have no content; the prompt must not say None."""
     tokens = llm.tokens([{"role": "user", "content": "x"}, {"role": "assistant", "content": None}])
     assert "None" not in llm.tokenizer.decode(tokens)
 
@@ -318,16 +321,16 @@ def test_two_streams_at_once(llm: LLM) -> None:
     assert [s.completion.token_ids for s in streams] == alone
 
 
-def test_stop_strings_cut_the_text_wherever_tokens_end(llm: LLM) -> None:
-    (whole,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=60))
+def test_stop_strings_cut_the_text_within_tokens(llm: LLM) -> None:
+    (full,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=60))
     for start, size in ((3, 1), (7, 4), (11, 9)):
-        stop = whole.text[start : start + size]
+        stop = full.text[start : start + size]
         for draft in ("off", "auto"):
             params = SamplingParams.pure(max_tokens=60, stop=[stop, "never this"])
             (cut,) = llm.generate(PROMPT, params, draft=draft)
-            assert cut.text == whole.text[: whole.text.index(stop)]
+            assert cut.text == full.text[: full.text.index(stop)]
             assert cut.finish_reason == "stop"
-            assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+            assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
 
 
 def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
@@ -350,7 +353,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
         llm.generate("text")
 
 
-def test_a_draft_of_another_vocabulary_is_refused() -> None:
+def test_a_draft_model_with_another_vocabulary_needs_a_tokenizer() -> None:
     with pytest.raises(ConfigError, match="they must be the same"):
         LLM(tiny.family("llama"), draft=f"model:{tiny.worded()}", kv_tokens=512)
 
@@ -360,7 +363,7 @@ def test_unknown_options_name_the_nearest() -> None:
         LLM(dept=3)
 
 
-def test_devices() -> None:
+def test_unknown_devices_are_refused() -> None:
     assert pick_device("cpu").type == "cpu"
     for bad in ("gpu", "mps", "cuda:99"):
         with pytest.raises(ConfigError, match="device"):
@@ -382,33 +385,33 @@ def test_a_draft_beside_a_target_on_cuda(draft: str, draft_device: str) -> None:
     assert plain.token_ids == fast.token_ids and fast.stats.accepted > 0
 
 
-def test_a_draft_model_is_where_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    where, made = [], load.make_runner
+def test_draft_device_places_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, made = [], load.make_runner
 
     def make(
         config: Config, directory: Path, device: torch.device, target: Runner | None = None
     ) -> Runner:
-        where.append(device)
+        devices.append(device)
         return made(config, directory, torch.device("cpu"), target)
 
     for module in ("forerun.llm", "forerun.draft_loading"):
         monkeypatch.setattr(f"{module}.make_runner", make)
     LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", draft_device="cpu:0")
     LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", device="cpu:0")
-    assert where == [torch.device(name) for name in ("cpu", "cpu:0", "cpu:0", "cpu:0")]
+    assert devices == [torch.device(name) for name in ("cpu", "cpu:0", "cpu:0", "cpu:0")]
     with pytest.raises(ConfigError, match="there is no device 'gpu'"):
         LLM(tiny.spoken(), draft_device="gpu")
 
 
-def test_no_quantization_has_a_word() -> None:
-    """As for a draft model, and in lists of several to compare; it contradicts no dtype."""
+def test_quantization_none_is_the_default() -> None:
+    """The word is useful in lists of several to compare, and does not contradict a dtype."""
     assert Config(quantization="none", dtype="bfloat16") == Config(dtype="bfloat16")
     with pytest.raises(ConfigError, match="contradict"):
         Config(quantization="int8", dtype="bfloat16")
 
 
 def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smaller room counts, whichever device it is of."""
+    """The smaller memory determines the size on both devices."""
     target, room = LLM(tiny.spoken(), max_rows=64).engine.target, []
     monkeypatch.setattr(target, "make_room", room.append)
     data = torch.empty(0, device="meta")
@@ -422,8 +425,8 @@ def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.Monkey
 
 
 def test_caches_on_a_gpu_grow_into_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but 15 % and a gigabyte, counting what they hold, without what copies of recurrent states
-    will take; not beside the caches of before."""
+    """They take all memory, including their present size, but 15 %, a gigabyte and the copies of
+    recurrent states; old caches are freed before new ones are allocated."""
     gpu, rooms = torch.device("cuda"), []
     pages = SimpleNamespace(count=100, size=16)
     data = SimpleNamespace(device=gpu, nbytes=4 << 30)
@@ -440,7 +443,7 @@ def test_caches_on_a_gpu_grow_into_its_free_memory(monkeypatch: pytest.MonkeyPat
     assert rooms == [16, 16, tokens, tokens]
 
 
-def test_a_prediction_changes_the_speed_only() -> None:
+def test_predictions_and_documents_are_lossless() -> None:
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=2048)
     params = SamplingParams.pure(temperature=0.8, seed=3, max_tokens=120)
     plain = llm.generate("def main():", params)[0]
@@ -452,8 +455,8 @@ def test_a_prediction_changes_the_speed_only() -> None:
     assert quoted.token_ids == plain.token_ids and quoted.stats.by_source["document"].accepted > 20
 
 
-def test_references_end_at_a_token_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenizers may have more tokens than their models, such as a place for images."""
+def test_references_end_at_a_token_outside_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers may have more tokens than their models, such as an image placeholder."""
     llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
     assert llm.tokenizer is not None
     encode, vocab = llm.tokenizer.encode, llm.decoder.config.vocab
@@ -472,7 +475,7 @@ def test_references_that_are_too_long_are_refused() -> None:
 
 
 def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And freed with the last of the requests, whether or not somebody looks for cycles."""
+    """They are freed with the last request, even without garbage collection of cycles."""
     llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
     made: list[weakref.ref[SuffixAutomaton]] = []
 
@@ -492,8 +495,8 @@ def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
         gc.enable()
 
 
-def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of what is free for all; each holds as many tokens as the others."""
+def test_target_and_drafters_share_the_cache_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a quarter of the free memory, and all hold the same number of tokens."""
     monkeypatch.setattr(load, "free_memory", lambda device: 4_000_000)
     drafts = [f"model:{tiny.spoken(0.3)}", f"ahead(model:{tiny.spoken(0.02)})"]
     alone, llm = (LLM(tiny.spoken(), draft=draft, max_rows=64) for draft in ("suffix", drafts))
@@ -510,7 +513,7 @@ def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.Monk
 
 
 class Repeating(Proposer):
-    """Continues as the text went on the last time that it said its last token."""
+    """Drafts the tokens after the previous occurrence of the last token."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
@@ -527,8 +530,8 @@ def greedy() -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
-def test_a_drafter_of_ones_own(greedy: SamplingParams) -> None:
-    """It drafts alone, behind others and with references, and the text stays the same."""
+def test_a_custom_drafter_is_lossless(greedy: SamplingParams) -> None:
+    """It drafts alone, after another drafter and with references."""
     prompt = "import os\nimport sys\n" * 3
     with LLM(tiny.spoken(), draft=Repeating(), depth=4, kv_tokens=2048) as llm:
         assert llm.draft == "custom" and "draft='custom'" in repr(llm)
@@ -545,7 +548,7 @@ def test_a_drafter_of_ones_own(greedy: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("name", ["suffix", "mine", "a b", "", "off|x", 3])
-def test_a_drafter_needs_a_name_of_its_own(name: Any) -> None:
+def test_a_custom_drafter_needs_a_new_name(name: Any) -> None:
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=1024)
     llm.add_drafter("mine", Repeating())
     with pytest.raises(ConfigError, match=r"called|already"):
@@ -586,7 +589,7 @@ def test_chat_is_generate_with_messages(greedy: SamplingParams) -> None:
             llm.chat(wrong)  # type: ignore[arg-type]
 
 
-def test_a_closed_model_says_so() -> None:
+def test_a_closed_model_is_an_error() -> None:
     with LLM(tiny.spoken(), draft="off", kv_tokens=1024) as llm:
         stream = llm.stream("Hello", SamplingParams(max_tokens=4))
     llm.close()

@@ -1,5 +1,4 @@
-"""What int8 and int4 cost in quality, and that speculation changes nothing over long
-generations."""
+"""The perplexity of int8 and int4, and equal tokens with speculation in long generations."""
 
 import math
 from pydoc_data.topics import topics
@@ -23,12 +22,12 @@ from tests.engine import build
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
 
-TOKENS = 256  # of each text
+TOKENS = 256  # tokens of each text
 
 
 def perplexity(**options: Any) -> float:
-    """Of the default model on English that every Python brings along: the reference behind
-    `help("topics")`."""
+    """Return the perplexity of the default model on English text that is part of Python: the pages
+    of `help("topics")`."""
     llm = LLM(draft="off", context=TOKENS, kv_tokens=2 * TOKENS, max_rows=1, **options)
     runner, total, count = llm.engine.target, 0.0, 0
     assert llm.tokenizer is not None
@@ -50,13 +49,13 @@ def perplexity(**options: Any) -> float:
 @pytest.mark.one_in(0)
 @pytest.mark.default_model
 def test_perplexity_stays_near_that_of_bfloat16() -> None:
-    """A tensor that is read wrongly (an order of heads, a scale, the ends of words) costs far more
-    than the first bound allows. The file has 4 bits with an offset for each 32 weights; our int4
-    has no offset, and rounds once more."""
-    whole = perplexity(dtype="bfloat16")
-    assert whole < 18
-    for form, most in (("none", 0.02), ("int8", 0.02), ("int4", 0.3)):
-        assert perplexity(quantization=form) / whole - 1 < most, form
+    """Reading a tensor wrongly (order of heads, scales, bytes of words) costs far more than the
+    first bound. The file has 4 bits with an offset per 32 weights; our int4 has no offset and
+    rounds again."""
+    reference = perplexity(dtype="bfloat16")
+    assert reference < 18
+    for form, bound in (("none", 0.02), ("int8", 0.02), ("int4", 0.3)):
+        assert perplexity(quantization=form) / reference - 1 < bound, form
 
 
 @pytest.mark.parametrize(
@@ -69,8 +68,8 @@ def test_perplexity_stays_near_that_of_bfloat16() -> None:
         ),
     ],
 )
-def test_long_texts_in_a_batch_of_eight(form: str, count: int) -> None:
-    """Greedy and sampled requests side by side, plain and speculative: not one token differs."""
+def test_long_generations_of_a_batch_of_eight_are_lossless(form: str, count: int) -> None:
+    """Greedy and sampled requests run together; plain and speculative tokens are equal."""
     native.start(2)
     directory = tiny.family("llama")
     model = NativeDecoder(load_config(directory), directory, form, 2100)

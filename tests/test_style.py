@@ -14,12 +14,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_COLUMNS = 100
 MAX_LINES = 700  # of a file
 MAX_FUNCTION = 70  # lines of a function's body
-# Lines marked `# fmt: skip`, which tables alone may be.
+# Lines marked `# fmt: skip`, which only tables may have.
 MAX_UNFORMATTED = 30
 # Modules that a single other module imports should be part of it, unless they are concepts. This
 # number may only fall.
 MAX_SINGLE_IMPORTER = 24
-# Beginnings of docstrings that are no sentence and no noun phrase.
+# Beginnings of docstrings that are neither a sentence nor a noun phrase.
 FRAGMENTS = ("Of ", "Who ", "Whose ", "Whom ", "For whom", "What ", "Whether ", "How ", "Where ")
 
 # Each layer imports from itself and from those below it.
@@ -57,7 +57,7 @@ MODULES = {module_of(file) for file in FILES}
 
 
 def layer_of(module: str) -> int:
-    """The layer of a module below `forerun`: that of its longest prefix in the table."""
+    """Return the layer of a module below `forerun`: that of its longest prefix in LAYERS."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         for level, names in enumerate(LAYERS):
@@ -68,7 +68,7 @@ def layer_of(module: str) -> int:
 
 @functools.cache
 def imported(path: Path) -> set[str]:
-    """Modules below `forerun` that a file imports, inside functions too."""
+    """Return the modules below `forerun` that a file imports, also inside functions."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun"):
@@ -79,7 +79,7 @@ def imported(path: Path) -> set[str]:
     return found - {""}
 
 
-def test_lines_fit() -> None:
+def test_files_and_lines_have_a_maximum_length() -> None:
     for path in FILES:
         lines = path.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= MAX_LINES, path
@@ -103,14 +103,14 @@ def test_docstrings_are_sentences() -> None:
                 assert length <= MAX_FUNCTION, f"{place} has {length} lines"
 
 
-def test_tables_alone_are_unformatted() -> None:
+def test_only_tables_are_unformatted() -> None:
     marked = [
         path for path in FILES for line in path.read_text().splitlines() if "fmt: skip" in line
     ]
     assert len(marked) <= MAX_UNFORMATTED, Counter(module_of(path) for path in marked)
 
 
-def test_imports_go_down() -> None:
+def test_imports_follow_the_layers() -> None:
     for path in FILES:
         module = module_of(path)
         if not module or module in ("__init__", "__main__"):
@@ -120,12 +120,12 @@ def test_imports_go_down() -> None:
 
 
 def test_tools_do_not_import_each_other() -> None:
-    """What bench, the certificate, the server and training share is in `measure` or below."""
+    """Code that bench, check, server and train share is in `measure` or a lower layer."""
     tools = {"bench", "check", "server", "train"}
     for path in FILES:
-        mine = module_of(path).split(".")[0]
-        if mine in tools:
-            others = {name.split(".")[0] for name in imported(path)} & tools - {mine}
+        own = module_of(path).split(".")[0]
+        if own in tools:
+            others = {name.split(".")[0] for name in imported(path)} & tools - {own}
             assert not others, f"{module_of(path)} imports {others}"
 
 
@@ -135,12 +135,12 @@ def test_few_modules_have_a_single_importer() -> None:
         for other in imported(path):
             importers[other].add(module_of(path))
     verbs = {module_of(path) for path in FILES if path.name in ("cli.py", "__init__.py")}
-    alone = [
+    single = [
         name
         for name, found in sorted(importers.items())
         if len(found) == 1 and name not in verbs and not name.startswith("cli.")
     ]
-    assert len(alone) <= MAX_SINGLE_IMPORTER, alone
+    assert len(single) <= MAX_SINGLE_IMPORTER, single
 
 
 def test_no_class_name_is_used_twice() -> None:
@@ -153,7 +153,7 @@ def test_no_class_name_is_used_twice() -> None:
     assert not {name: count for name, count in names.items() if count > 1}
 
 
-def test_exported_names() -> None:
+def test_exported_names_are_sorted_and_documented() -> None:
     assert forerun.__all__ == sorted(forerun.__all__, key=lambda name: (not name.isupper(), name))
     for name in forerun.__all__:
         assert getattr(forerun, name).__doc__, name
@@ -175,6 +175,6 @@ def test_rule_names_are_those_of_verify() -> None:
     assert tuple(RULES) == RULE_NAMES
 
 
-def test_numbers_at_random_are_imported_with_the_file() -> None:
-    """numpy loads its generators when first used, and compiling them swallows a Ctrl-C."""
+def test_random_generators_are_imported_with_the_file() -> None:
+    """numpy loads its generators at their first use, and a Ctrl-C during that import is lost."""
     assert not [path for path in FILES if "np.random" in path.read_text()]

@@ -1,5 +1,5 @@
-"""Files as users write them are read wherever a user may give one, and what streams cannot show
-ends nothing."""
+"""Text files in any common encoding are read wherever users give one, and streams with other
+encodings or closed pipes cause no traceback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-32")  # the last two write a b
 JOB = json.dumps(
     {"custom_id": "é", "url": "/v1/completions", "body": {"prompt": "x"}}, ensure_ascii=False
 )
-# what is in the file, who reads it, what is found
+# name: (content of the file, its reader, expected result)
 READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {
     "batch": (f"{JOB}\n", lambda path: read_requests(path)[0]["custom_id"], "é"),
     "keys": ("anna key-of-anna\n", read_keys, [("anna", "key-of-anna")]),
@@ -47,8 +47,8 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", READERS)
-def test_a_byte_order_mark_is_no_part_of_a_file(name: str, encoding: str, tmp_path: Path) -> None:
-    """Editors on Windows begin files with one: it was refused, or part of a key."""
+def test_byte_order_marks_are_removed(name: str, encoding: str, tmp_path: Path) -> None:
+    """Editors on Windows write them at the beginning of files."""
     text, read, found = READERS[name]
     path = tmp_path / "file.txt"
     path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
@@ -57,7 +57,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(name: str, encoding: str, tmp_pa
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("kind", ["not UTF-8", "directory", "missing"])
-def test_what_is_no_text_is_one_line_with_the_reason(name: str, kind: str, tmp_path: Path) -> None:
+def test_files_that_are_not_text_give_one_line(name: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     if kind == "not UTF-8":
         path.write_bytes(b"a\nb\n\xe9\n")
@@ -65,12 +65,12 @@ def test_what_is_no_text_is_one_line_with_the_reason(name: str, kind: str, tmp_p
         path.mkdir()
     with pytest.raises(ForerunError) as error:
         READERS[name][1](path)
-    said = str(error.value)
-    assert str(path) in said and "\n" not in said and "codec" not in said
-    assert kind != "not UTF-8" or "not UTF-8 text (line 3)" in said
+    message = str(error.value)
+    assert str(path) in message and "\n" not in message and "codec" not in message
+    assert kind != "not UTF-8" or "not UTF-8 text (line 3)" in message
 
 
-def test_the_reader() -> None:
+def test_text_is_decoded_as_utf8() -> None:
     assert decoded(b"\xef\xbb\xbf") == decoded(b"") == ""
     assert decoded("a\ufeffb".encode()) == "a\ufeffb"
     for content, line in ((b"\xff", 1), (b"\xef\xbb\xbfa\n\xff", 2), (b"\xff\xfe\x00", 1)):
@@ -78,15 +78,15 @@ def test_the_reader() -> None:
             decoded(content)
 
 
-def test_a_file_has_a_bound(tmp_path: Path) -> None:
+def test_files_have_a_maximum_size(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x" * (1 << 20))
     assert len(text_of(tmp_path / "x", 1 << 20)) == 1 << 20
     with pytest.raises(UnreadableError, match="over 0 MB"):
         text_of(tmp_path / "x", (1 << 20) - 1)
 
 
-def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
-    """`--json-schema <(make schema)`; a model's file that is no file is not waited for."""
+def test_pipes_are_read_except_as_files_of_models(tmp_path: Path) -> None:
+    """`--json-schema <(make schema)` works; files of models must be regular files."""
     os.mkfifo(tmp_path / "pipe")
     writer = subprocess.Popen(["sh", "-c", f"printf 'a b' > {tmp_path / 'pipe'}"])
     assert text_of(tmp_path / "pipe") == "a b" and writer.wait(10) == 0
@@ -94,7 +94,7 @@ def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
         read_text(tmp_path / "pipe")
 
 
-def test_a_model_whose_files_begin_with_a_mark(tmp_path: Path) -> None:
+def test_files_of_a_model_may_have_byte_order_marks(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny.spoken(), model)
     (model / "generation_config.json").write_text(
@@ -107,7 +107,7 @@ def test_a_model_whose_files_begin_with_a_mark(tmp_path: Path) -> None:
     assert Tokenizer(model).encode("def f") == Tokenizer(tiny.spoken()).encode("def f")
 
 
-def test_a_schema_and_a_prompt_with_a_mark(
+def test_a_schema_and_a_prompt_may_have_byte_order_marks(
     forerun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import io
@@ -129,8 +129,8 @@ def test_a_schema_and_a_prompt_with_a_mark(
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"]
 )
-def test_a_pointer_of_git_lfs_is_named(file: str, tmp_path: Path) -> None:
-    """A clone without Git LFS: the weights had a "header too large", the rest was no JSON."""
+def test_a_git_lfs_pointer_in_a_model_is_named(file: str, tmp_path: Path) -> None:
+    """Clones without Git LFS contain pointers instead of files."""
     model = tmp_path / "model"
     shutil.copytree(tiny.spoken(), model)
     (model / file).write_bytes(POINTER + b".github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -142,7 +142,7 @@ def test_a_pointer_of_git_lfs_is_named(file: str, tmp_path: Path) -> None:
         LLM(model, draft="off", kv_tokens=64)
 
 
-def test_a_pointer_in_place_of_a_drafter_is_named(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_instead_of_a_drafter_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(POINTER + b".github.com/spec/v1\n")
     with pytest.raises(LoadError, match="is a Git LFS pointer"):
         read_header(tmp_path / "model.safetensors")
@@ -153,8 +153,8 @@ GENERATE = [sys.executable, "-m", "forerun", "generate", "hi", "--kv-tokens", "2
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "ascii:strict"])
-def test_what_a_stream_cannot_write_is_escaped(encoding: str) -> None:
-    """It ended in a traceback."""
+def test_characters_outside_the_output_encoding_are_escaped(encoding: str) -> None:
+    """This must not end in a traceback."""
     command = [*GENERATE, "--regex", "café → 你"]
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run(command, env=environment, capture_output=True)
@@ -164,8 +164,8 @@ def test_what_a_stream_cannot_write_is_escaped(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("streams", ["stdout", "both"])
-def test_a_reader_that_has_gone_is_no_trouble(streams: str) -> None:
-    """As in `forerun models | head -1`."""
+def test_a_closed_pipe_prints_no_traceback(streams: str) -> None:
+    """An example is `forerun models | head -1`."""
     read, write = os.pipe()
     os.close(read)
     error = write if streams == "both" else subprocess.PIPE

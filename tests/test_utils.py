@@ -24,7 +24,7 @@ from forerun.utils import (
 )
 
 
-def test_a_directory_gets_its_name_at_the_end(
+def test_an_atomic_directory_is_renamed_when_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,8 +36,8 @@ def test_a_directory_gets_its_name_at_the_end(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_nothing_stays_of_one_that_fails(tmp_path: Path) -> None:
-    """Neither after an error nor after Ctrl-C; what was there under the name stays."""
+def test_a_failed_atomic_directory_is_removed(tmp_path: Path) -> None:
+    """This holds for errors and Ctrl-C; an existing directory of that name stays."""
     there = tmp_path / "there"
     there.mkdir()
     (there / "mine").touch()
@@ -50,8 +50,8 @@ def test_nothing_stays_of_one_that_fails(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == [there, there / "mine"]
 
 
-def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
-    """One that is interrupted leaves what was there, and nothing beside it."""
+def test_an_atomic_file_is_renamed_when_complete(tmp_path: Path) -> None:
+    """An interrupted write leaves the old file and no temporary file."""
     path = tmp_path / "a"
     for text, error in (
         ("old", None),
@@ -70,9 +70,7 @@ def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, link = tmp_path / "a", tmp_path / "link"
     write_atomic(path, "old")
     link.symlink_to(path)
@@ -88,7 +86,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert path.read_text() == "new" and sorted(tmp_path.iterdir()) == [path, link]
 
 
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "round").symlink_to(tmp_path / "round")
     os.mkfifo(tmp_path / "pipe")
     for name in ("", "no/a", "round", "pipe", "/dev/null", "a\0"):
@@ -96,20 +94,20 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
             write_atomic(tmp_path / name, "text")
 
 
-# Numbers that somebody set: what is none or out of range is refused in one line that names it
+# Numbers in options: invalid values and those out of range are refused in one line with the name.
 
 
 @dataclass
 class Settings:
     rows: int = 4
     seed: int = 0
-    most: int | None = None
+    limit: int | None = None
     share: float = 0.5
     name: str = "x"
 
 
 @pytest.mark.parametrize("value", [1, 5, 64])
-def test_whole_numbers_within_their_range(value: int) -> None:
+def test_integers_within_their_range_are_valid(value: int) -> None:
     check_integer("depth", value, 1, 64)
     check_number("depth", value, 1, 64)
 
@@ -117,7 +115,7 @@ def test_whole_numbers_within_their_range(value: int) -> None:
 @pytest.mark.parametrize(
     "value", [0, 65, -1, 1 << 80, 1.0, True, None, "4", float("nan"), float("inf")]
 )
-def test_what_is_no_whole_number_within_its_range(value: object) -> None:
+def test_integers_out_of_range_are_refused(value: object) -> None:
     with pytest.raises(
         ConfigError, match=r"^depth=.* is out of range: give a whole number from 1 to 64$"
     ):
@@ -127,19 +125,19 @@ def test_what_is_no_whole_number_within_its_range(value: object) -> None:
 @pytest.mark.parametrize(
     "value", [-0.1, 1.01, True, None, "0.5", float("nan"), float("inf"), -float("inf")]
 )
-def test_what_is_no_number_within_its_range(value: object) -> None:
+def test_numbers_out_of_range_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^share=.* is out of range: give a number from 0 to 1$"):
         check_number("share", value, 0, 1)
 
 
-def test_what_no_float_can_hold() -> None:
+def test_numbers_too_large_for_a_float() -> None:
     check_number("seconds", 10**400, 0)
     for value in (10**400, -(10**400)):
         with pytest.raises(ConfigError, match=r"^seconds="):
             check_number("seconds", value, 0, 1 << 31)
 
 
-def test_without_an_end() -> None:
+def test_ranges_without_an_upper_bound() -> None:
     check_number("seconds", 1e300, 0)
     for check, what in ((check_integer, "a whole number"), (check_number, "a number")):
         with pytest.raises(ConfigError, match=f"seconds=-1 is out of range: give {what} from 0 up"):
@@ -148,25 +146,25 @@ def test_without_an_end() -> None:
         check_integer("seconds", 1 << 31, 0)
 
 
-def test_every_number_of_a_dataclass() -> None:
+def test_all_numbers_of_a_dataclass_are_checked() -> None:
     check_numbers(Settings(), {"rows": 1})
-    check_numbers(Settings(most=0), {"rows": 1})
-    wrong = {"rows": (0, None), "seed": (-1,), "most": (-1,), "share": (-0.1, 1e9)}
+    check_numbers(Settings(limit=0), {"rows": 1})
+    wrong = {"rows": (0, None), "seed": (-1,), "limit": (-1,), "share": (-0.1, 1e9)}
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(ConfigError, match=f"^{name}="):
                 check_numbers(Settings(**{name: value}), {"rows": 1})
 
 
-# What is written by lines is one line to every reader, those that split at Unicode's line ends
+# JSON lines are one line for every reader, also for readers that split at Unicode line separators.
 
 
-ENDS = [chr(code) for code in range(0x3000) if len(f"a{chr(code)}b".splitlines()) > 1]
+LINE_ENDS = [chr(code) for code in range(0x3000) if len(f"a{chr(code)}b".splitlines()) > 1]
 
 
-@pytest.mark.parametrize("end", ENDS, ids=lambda end: f"U+{ord(end):04X}")
+@pytest.mark.parametrize("end", LINE_ENDS, ids=lambda end: f"U+{ord(end):04X}")
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_no_character_of_a_value_ends_its_line(end: str, ascii_only: bool) -> None:
+def test_json_lines_contain_no_line_separators(end: str, ascii_only: bool) -> None:
     value = {f"key{end}": [f"one{end}two", "caf\u00e9 \U0001f600"]}
     line = json_line(value, ascii_only)
     assert line.splitlines() == [line] and json.loads(line) == value
@@ -174,12 +172,12 @@ def test_no_character_of_a_value_ends_its_line(end: str, ascii_only: bool) -> No
 
 
 def test_a_saved_conversation_is_one_line(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "".join(ENDS)}]
+    messages = [{"role": "user", "content": "".join(LINE_ENDS)}]
     conversation = Conversation.__new__(Conversation)
-    conversation.messages, conversation.forgotten = said, []
+    conversation.messages, conversation.forgotten = messages, []
     conversation.save(str(tmp_path / "saved.json"))
     text = (tmp_path / "saved.json").read_bytes().decode()
-    assert len(text.splitlines()) == 1 and read(tmp_path / "saved.json") == said
+    assert len(text.splitlines()) == 1 and read(tmp_path / "saved.json") == messages
 
 
 @pytest.mark.parametrize(
@@ -191,6 +189,6 @@ def test_a_saved_conversation_is_one_line(tmp_path: Path) -> None:
         (ValueError(" \n"), "ValueError(' \\n')"),
     ],
 )
-def test_the_first_line_of_an_error(error: Exception, line: str) -> None:
-    """Also of one without a message."""
+def test_first_line_of_an_error(error: Exception, line: str) -> None:
+    """Errors without a message give their repr."""
     assert first_line(error) == line

@@ -1,4 +1,4 @@
-"""Worker processes: their results, their limits, and that nothing of them is left."""
+"""Worker processes: results, limits, and no process that is left behind."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def worker() -> Iterator[WorkerProcess]:
-    worker = WorkerProcess("tests.boxed:act", seconds=0.3, memory=64 << 20)
+    worker = WorkerProcess("tests.worker_tasks:run", seconds=0.3, memory=64 << 20)
     yield worker
     worker.stop()
 
 
-def until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], state: str) -> None:
     end = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < end, f"timed out: {what}"
+        assert time.monotonic() < end, f"timed out: {state}"
         time.sleep(0.01)
 
 
 def stat(pid: int) -> list[str]:
-    """Return the fields of a process behind its name; its state is the first of them."""
+    """Return the fields of /proc/PID/stat after the name, first the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Return True if a process has ended, even if its parent has not noticed."""
     with suppress(OSError):
         return stat(pid)[0] == "Z"
@@ -51,11 +51,11 @@ def gone(pid: int) -> bool:
 
 def test_values_and_errors_are_returned(worker: WorkerProcess) -> None:
     for value in ("é\ud800😀", [1, 2.5, None, True], {"a": {"b": []}}):
-        assert worker.call("say", value) == value
+        assert worker.call("echo", value) == value
     with pytest.raises(RefusedError, match="nothing"):
         worker.call("nothing")
     with pytest.raises(RefusedError, match="plain"):
-        worker.call("say", object())
+        worker.call("echo", object())
     pid = worker.call("pid")
     with pytest.raises(RefusedError, match="recursion"):
         worker.call("recurse")
@@ -63,17 +63,17 @@ def test_values_and_errors_are_returned(worker: WorkerProcess) -> None:
     assert not {"torch", "numpy", "transformers"} & set(worker.call("modules"))
 
 
-def test_answers_are_bounded(worker: WorkerProcess) -> None:
-    assert len(worker.call("say", "x" * 1_000_000)) == 1_000_000
+def test_results_have_a_maximum_size(worker: WorkerProcess) -> None:
+    assert len(worker.call("echo", "x" * 1_000_000)) == 1_000_000
     with pytest.raises(WorkerProcessError, match="too long"):
-        worker.call("say", "\x01" * 1_000_000)  # six times as long in JSON
+        worker.call("echo", "\x01" * 1_000_000)  # six times as long in JSON
 
 
 @pytest.mark.skipif(
     not Path("/proc/self/autogroup").exists(), reason="sessions do not share processors here"
 )
 def test_workers_have_a_low_priority() -> None:
-    worker = WorkerProcess("tests.boxed:act", seconds=0.3, memory=64 << 20, niceness=7)
+    worker = WorkerProcess("tests.worker_tasks:run", seconds=0.3, memory=64 << 20, niceness=7)
     pid = worker.call("pid")
     assert Path(f"/proc/{pid}/autogroup").read_text().split()[-1] == "7"
     assert os.getpriority(os.PRIO_PROCESS, pid) >= 7
@@ -81,36 +81,36 @@ def test_workers_have_a_low_priority() -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [("compute",), ("sleep", 60), ("hoard", 4096), ("exit",)], ids=lambda work: work[0]
+    "task", [("compute",), ("sleep", 60), ("allocate", 4096), ("exit",)], ids=lambda task: task[0]
 )
-def test_a_call_over_a_limit_ends_and_the_next_one_works(
-    work: tuple[Any, ...], worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+def test_a_call_over_a_limit_fails_and_the_next_one_works(
+    task: tuple[Any, ...], worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = worker.call("pid")
     start = time.monotonic()
     with monkeypatch.context() as patch, pytest.raises(WorkerProcessError) as error:
         patch.setattr(worker_process, "WALL", 2)
-        worker.call(*work)
+        worker.call(*task)
     assert "0.3 seconds or 64 MiB" in str(error.value)
-    assert time.monotonic() - start < 10  # the caller waits for 1.6 seconds at most
-    assert worker.call("pid") != before and gone(before)
+    assert time.monotonic() - start < 10  # the caller waits for at most 1.6 seconds
+    assert worker.call("pid") != before and has_ended(before)
 
 
 def test_killed_workers_are_replaced(worker: WorkerProcess) -> None:
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(worker.call, "sleep", 60)
-        until(lambda: worker._busy, "it works")
+        task = pool.submit(worker.call, "sleep", 60)
+        wait_until(lambda: worker._busy, "the worker is busy")
         os.kill(worker.processes[0], signal.SIGKILL)
         with pytest.raises(WorkerProcessError, match="ended"):
-            work.result(20)
+            task.result(20)
     idle = worker.call("pid")
     os.kill(idle, signal.SIGKILL)
-    until(lambda: gone(idle), "it is dead")
+    wait_until(lambda: has_ended(idle), "the worker has ended")
     assert worker.call("pid") != idle
 
 
-def test_few_calls_run_at_once_and_all_end_with_stop() -> None:
-    worker = WorkerProcess("tests.boxed:act", seconds=30, memory=64 << 20)
+def test_at_most_two_calls_run_and_stop_ends_all() -> None:
+    worker = WorkerProcess("tests.worker_tasks:run", seconds=30, memory=64 << 20)
     failed: list[str] = []
 
     def wait() -> None:
@@ -121,7 +121,7 @@ def test_few_calls_run_at_once_and_all_end_with_stop() -> None:
     threads = [threading.Thread(target=wait) for _ in range(6)]
     for thread in threads:
         thread.start()
-    until(lambda: len(worker._busy) == 2, "two calls run")
+    wait_until(lambda: len(worker._busy) == 2, "two calls run")
     pids = worker.processes
     assert len(pids) == 2
     worker.stop()
@@ -129,28 +129,28 @@ def test_few_calls_run_at_once_and_all_end_with_stop() -> None:
         thread.join(20)
         assert len(worker._busy) <= 2
     assert len(failed) == 6 and all("ended" in text for text in failed)
-    assert all(gone(pid) for pid in pids)
-    assert worker.call("say", 1) == 1
+    assert all(has_ended(pid) for pid in pids)
+    assert worker.call("echo", 1) == 1
     worker.stop()
 
 
-def test_a_call_waits_for_a_worker_only_so_long(
+def test_a_call_waits_for_a_worker_for_a_limited_time(
     worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_process, "PATIENCE", 0.01)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             pool.submit(worker.call, "sleep", 60)
-        until(lambda: len(worker._busy) == 2, "two calls run")
+        wait_until(lambda: len(worker._busy) == 2, "two calls run")
         with pytest.raises(BusyError, match="try again"):
-            worker.call("say", 1)
+            worker.call("echo", 1)
         worker.stop()
 
 
 PARENT = """
 import threading
 from forerun.worker_process import WorkerProcess
-worker = WorkerProcess("tests.boxed:act", seconds=60, memory=1 << 26)
+worker = WorkerProcess("tests.worker_tasks:run", seconds=60, memory=1 << 26)
 def start(): print(worker.call("pid"), flush=True)
 first = threading.Thread(target=start); first.start(); first.join()
 threading.Thread(target=worker.call, args=("compute",), daemon=True).start()
@@ -159,8 +159,8 @@ input()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, None])
-def test_no_worker_outlives_its_owner(sign: signal.Signals | None) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, None])
+def test_no_worker_outlives_its_owner(signal_number: signal.Signals | None) -> None:
     """Nor does a worker end with the thread that started it."""
 
     def processor_seconds(pid: int) -> float:
@@ -173,10 +173,10 @@ def test_no_worker_outlives_its_owner(sign: signal.Signals | None) -> None:
     ) as owner:
         assert owner.stdout and owner.stdin
         pid = int(owner.stdout.readline())
-        until(lambda: processor_seconds(pid) > 0.2, "it works")
-        if sign:
-            owner.send_signal(sign)
+        wait_until(lambda: processor_seconds(pid) > 0.2, "the worker is busy")
+        if signal_number:
+            owner.send_signal(signal_number)
         else:
             owner.stdin.close()
         owner.wait(20)
-    until(lambda: gone(pid), "the worker has ended")
+    wait_until(lambda: has_ended(pid), "the worker has ended")

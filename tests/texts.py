@@ -1,4 +1,4 @@
-"""What tiny models say without drafts: computed once a run, whoever compares with it."""
+"""Output of tiny models without drafts, computed once per test run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def plain(
     kernels: str = "auto",
     dtype: str = "auto",
 ) -> list[list[int]]:
-    """The tokens behind each prompt, of a model that never speculates and has room for all of them
-    at once."""
-    made = _llm(model, kernels, dtype)
+    """Return the generated tokens of each prompt, without speculation and with enough KV cache for
+    all prompts at once."""
+    llm = _llm(model, kernels, dtype)
     key = (kernels, dtype, str(model), repr(prompts), repr(params))
-    if key not in _said:
-        _said[key] = [
-            list(c.token_ids) for c in made.generate(list(prompts), params.resolved(NEUTRAL))
+    if key not in _outputs:
+        _outputs[key] = [
+            list(c.token_ids) for c in llm.generate(list(prompts), params.resolved(NEUTRAL))
         ]
-    return _said[key]
+    return _outputs[key]
 
 
-_said: dict[tuple[str, ...], list[list[int]]] = {}
+_outputs: dict[tuple[str, ...], list[list[int]]] = {}
 
 
 @functools.cache

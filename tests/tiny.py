@@ -3,7 +3,7 @@ directories.
 
 `family(name)` is a family or a variant of one (`llama-yarn`), or a GGUF file with weights of a type
 or a mix of types (`llama/q4_k_m`, see gguf_files.py); all share VOCAB. Weights are scaled up so
-that the next-token laws are peaked and attention matters: a wrong mask or position then shows.
+that next-token distributions are peaked and attention matters: a wrong mask or position then shows.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tests.families import VOCAB
 
 M = TypeVar("M", bound=torch.nn.Module)
 
-PAIR = dict(  # the shape of a measuring pair
+PAIR = dict(  # the shape of a model pair for benchmarks
     layers=3, draft_layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, context=256,
 )  # fmt: skip
-WORDED = 328  # logits of `worded` models: more than their tokenizer has tokens, as in real models
-LISTED = tuple(i for i in range(VOCAB) if i % 4)  # tokens of a shortlist
-SPOKEN = 8192  # positions of `spoken` models
+WORDED = 328  # vocabulary of `worded` models, larger than that of their tokenizer as in real models
+LISTED = tuple(i for i in range(VOCAB) if i % 4)  # token ids of a shortlist
+SPOKEN = 8192  # context of `spoken` models
 _BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
-    """A Llama configuration with a scaled rope."""
+    """Return a Llama configuration with a scaled rope."""
     return dict(_BASE, rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **parameters))
 
 
@@ -112,10 +112,9 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> Any:
-    """The transformers model of a family or variant, float32, random weights of some consequence.
+    """Return the transformers model of a family or variant, float32, with large random weights.
 
-    A lower `gain` makes smaller weights, and so less of a difference between two orders of
-    summation."""
+    A lower `gain` gives smaller weights, so that the order of summation matters less."""
     if name in families.MODELS:
         return families.make(name, gain, seed, **overrides)
     config_class, model_class, settings = (FAMILIES | VARIANTS)[name]
@@ -132,17 +131,17 @@ def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> A
     return model
 
 
-_KEPT = tempfile.TemporaryDirectory(prefix="forerun-tiny-")  # goes when the run ends
+_DIRECTORY = tempfile.TemporaryDirectory(prefix="forerun-tiny-")  # deleted at exit
 
 
 def new_directory(name: str) -> Path:
-    """One of its own, which goes when the run ends."""
-    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_KEPT.name))
+    """Create a directory that is deleted when the test run ends."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_DIRECTORY.name))
 
 
 @functools.cache
 def family(name: str, seed: int = 0, gain: float = 1.0) -> Path:
-    """A directory holding the tiny model, or a GGUF file; written once a test run."""
+    """Write the tiny model as a directory, or as a GGUF file, once per test run."""
     if "/" in name:
         return _gguf(name).path
     directory = new_directory(f"{name}-")
@@ -158,35 +157,35 @@ def _gguf(name: str) -> Any:
 
 @functools.cache
 def drafter(name: str, noise: float = 0.15) -> Path:
-    """A model that often agrees with `family(name)`: the same weights, disturbed."""
+    """Write a model that often agrees with `family(name)`: the same weights plus noise."""
     directory = new_directory(f"{name.replace('/', '-')}-draft-")
     model = copy.deepcopy(_gguf(name).model).float() if "/" in name else hf_model(name)
-    _disturb(model, noise)
+    _add_noise(model, noise)
     model.save_pretrained(directory)
     return directory
 
 
-def _disturb(model: Any, noise: float) -> None:
+def _add_noise(model: Any, noise: float) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for value in model.parameters():
-            if value.numel() > 1:  # a single number has no deviation
+            if value.numel() > 1:  # a single number has no standard deviation
                 value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
 
 
 def medusa(name: str, heads: int = 3) -> MedusaHeads:
-    """Medusa heads of the right shape for `family(name)`: what they say is anything."""
+    """Return random Medusa heads for `family(name)`."""
     torch.manual_seed(4)
     config = load_config(family(name))
-    made = MedusaHeads(heads, 1, config.hidden, config.vocab)
-    made.begin(torch.randn(config.vocab, config.hidden))
-    return made
+    module = MedusaHeads(heads, 1, config.hidden, config.vocab)
+    module.begin(torch.randn(config.vocab, config.hidden))
+    return module
 
 
 @functools.cache
 def assistant(name: str, ordered: bool = False) -> tuple[Any, Path]:
-    """An assistant for `family(name)`, a Gemma 4, with random weights: transformers' module, and its
-    directory. If `ordered`, it scores the tokens of some of its centroids."""
+    """Return a random assistant for `family(name)`, a Gemma 4: transformers' module and its
+    directory. If `ordered`, it scores only the tokens of its best centroids."""
     text = hf.AutoConfig.from_pretrained(family(name))
     layers = dict(
         vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=4,
@@ -218,17 +217,17 @@ def assistant(name: str, ordered: bool = False) -> tuple[Any, Path]:
 
 
 def mlp(name: str, **changes: Any) -> MlpSpeculator:
-    """A speculator for `family(name)`."""
+    """Return a random MLP speculator for `family(name)`."""
     torch.manual_seed(8)
     config = load_config(family(name))
     shape = dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab)
     settings = shape | {"tied": True, "scaled": True} | changes
-    return _filled(MlpSpeculator(MlpConfig(**settings)))
+    return _randomised(MlpSpeculator(MlpConfig(**settings)))
 
 
 def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> EagleConfig:
-    """The shape of a head for `family(name)` that reads boundaries out of order; `layer` changes
-    its layer's fields."""
+    """Return the shape of a head for `family(name)` whose aux_hidden_layers are out of order;
+    `layer` changes fields of its layer."""
     target = load_config(family(name))
     fields = dict(
         model_type="llama", hidden_size=target.hidden, intermediate_size=48, num_hidden_layers=1,
@@ -236,19 +235,19 @@ def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any)
     )  # fmt: skip
     aux_hidden_layers = changes.pop("aux_hidden_layers", (2, 0, target.layers))
     settings = dict(target_hidden=target.hidden, draft_vocab=target.vocab) | changes
-    made = make_config(fields | (layer or {}), Path("config.json"))
-    return EagleConfig(layer=made, aux_hidden_layers=aux_hidden_layers, **settings)
+    own_layer = make_config(fields | (layer or {}), Path("config.json"))
+    return EagleConfig(layer=own_layer, aux_hidden_layers=aux_hidden_layers, **settings)
 
 
 def eagle(config: EagleConfig, seed: int = 6) -> Eagle3Head:
-    """A head of that shape."""
+    """Return a random EAGLE-3 head of that shape."""
     torch.manual_seed(seed)
-    return _filled(Eagle3Head(config), config.layer.vocab, config.draft_vocab)
+    return _randomised(Eagle3Head(config), config.layer.vocab, config.draft_vocab)
 
 
 def parallel(name: str, layers: int = 2, **changes: Any) -> Eagle3Head:
-    """An EAGLE-3 head for `family(name)` that drafts in parallel, of some layers, with an embedding
-    of its own."""
+    """Return an EAGLE-3 head for `family(name)` that drafts in parallel, with several layers and
+    its own embedding."""
     layer = {"num_hidden_layers": layers} | changes.pop("layer", {})
     return eagle(eagle_config(name, layer, mask_token=3, **({"own_embedding": True} | changes)))
 
@@ -261,25 +260,25 @@ def eagle1(
     own_head: bool = False,
     seed: int = 6,
 ) -> Eagle1Head:
-    """An EAGLE-1 head for `family(name)`."""
+    """Return a random EAGLE-1 head for `family(name)`."""
     torch.manual_seed(seed)
     layer = replace(eagle_config(name).layer, qkv_bias=qkv_bias)
-    return _filled(Eagle1Head(layer, load_config(family(name)).layers, bias, own, own_head))
+    return _randomised(Eagle1Head(layer, load_config(family(name)).layers, bias, own, own_head))
 
 
 def mtp(
     name: str, layer: dict[str, Any] | None = None, seed: int = 6, draft_vocab: int = VOCAB
 ) -> MtpModule:
-    """A multi-token module for `family(name)`."""
+    """Return a random multi-token module for `family(name)`."""
     torch.manual_seed(seed)
     c = eagle_config(name, layer).layer
     own = draft_vocab if draft_vocab < VOCAB else None
-    return _filled(MtpModule(c, load_config(family(name)).layers, own), c.vocab, draft_vocab)
+    return _randomised(MtpModule(c, load_config(family(name)).layers, own), c.vocab, draft_vocab)
 
 
 def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> BlockConfig:
-    """The shape of a block drafter for `family(name)` with all heads; `layer` changes its layers'
-    fields."""
+    """Return the shape of a block drafter for `family(name)` with all heads; `layer` changes fields
+    of its layers."""
     target = load_config(family(name))
     fields = dict(
         model_type="qwen3", hidden_size=target.hidden, intermediate_size=48, num_hidden_layers=2, head_dim=16,
@@ -289,19 +288,19 @@ def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any)
         target_hidden=target.hidden, aux_hidden_layers=(2, 0, target.layers), draft_vocab=target.vocab, block=4, mask_token=0,
         markov=MarkovShape(5), confidence=True, confidence_with_markov=True,
     )  # fmt: skip
-    made = make_config(fields | (layer or {}), Path("config.json"))
-    return BlockConfig(layer=made, **settings | changes)
+    own_layer = make_config(fields | (layer or {}), Path("config.json"))
+    return BlockConfig(layer=own_layer, **settings | changes)
 
 
 def block(config: BlockConfig, seed: int = 7) -> BlockHead:
-    """A block drafter of that shape."""
+    """Return a random block drafter of that shape."""
     torch.manual_seed(seed)
-    return _filled(BlockHead(config), config.layer.vocab, config.draft_vocab)
+    return _randomised(BlockHead(config), config.layer.vocab, config.draft_vocab)
 
 
-def _filled(module: M, vocab: int = 0, draft_vocab: int = 0) -> M:
-    """Fill a drafter, and choose its tokens if it has not all: what it says is anything, and
-    depends on everything it is given."""
+def _randomised(module: M, vocab: int = 0, draft_vocab: int = 0) -> M:
+    """Randomise a drafter's weights, and choose its tokens if it has a smaller vocabulary. Its
+    logits depend on all of its inputs."""
     with torch.no_grad():
         for value in module.parameters():
             value.normal_(0.0, 0.5 if value.ndim > 1 else 0.1).add_(1.0 if value.ndim == 1 else 0.0)
@@ -312,8 +311,8 @@ def _filled(module: M, vocab: int = 0, draft_vocab: int = 0) -> M:
 
 @functools.cache
 def worded(noise: float = 0.0) -> Path:
-    """A tiny Llama with a byte-level tokenizer that knows some JSON; `noise` makes it one that
-    often agrees with it."""
+    """Write a tiny Llama with a byte-level tokenizer that has tokens for some JSON; with `noise` it
+    often agrees with the one without."""
     directory = new_directory("worded-")
     _write(hf_model("llama", gain=0.7, vocab_size=WORDED), noise, directory)
     return directory
@@ -321,41 +320,42 @@ def worded(noise: float = 0.0) -> Path:
 
 @functools.cache
 def spoken(noise: float = 0.0) -> Path:
-    """A tiny Llama called "tiny", with that tokenizer and a context of SPOKEN: it says ASCII and
-    repeats itself.
+    """Write a tiny Llama called "tiny", with that tokenizer and a context of SPOKEN, that generates
+    repetitive ASCII.
 
-    Most tokens have one favourite to follow them, in rings of eight: greedy it ends in a loop, and
-    sampled it leaves a ring every few tokens, so that drafts are accepted in part. `noise` as in
+    Most tokens have one likely successor, in cycles of eight: greedy decoding ends in a loop, and
+    sampling leaves a cycle every few tokens, so that drafts are partly accepted. `noise` as in
     `worded`."""
-    directory, tokenizer = new_directory("spoken-") / "tiny", _tokenizer()
+    directory = new_directory("spoken-") / "tiny"
+    tokenizer = _tokenizer()
     model = hf_model("llama", gain=0.7, vocab_size=WORDED, max_position_embeddings=SPOKEN)
     texts = [tokenizer.decode([token]) for token in range(WORDED)]
-    said = [
+    ascii_ids = [
         i
         for i, text in enumerate(texts)
         if text and text.isascii() and (text.isprintable() or text == "\n")
     ]
-    random.Random(0).shuffle(said)  # neighbours that a tokenizer would join are rare then
-    rings = [said[at : at + 8] for at in range(0, len(said), 8)]
+    random.Random(0).shuffle(ascii_ids)  # so that the tokenizer seldom merges successive tokens
+    rings = [ascii_ids[at : at + 8] for at in range(0, len(ascii_ids), 8)]
     with torch.no_grad():
         embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-        # a channel that stays as it is: what the head reads there is a bias
+        # channel 0 stays constant, so its weights in the head are biases
         embedding.mul_(2.0)[:, 0] = 2.0
-        for layer in model.model.layers:  # context matters, but less than the last token
+        for layer in model.model.layers:  # the context matters less than the last token
             for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
                 weight.mul_(0.05)[0] = 0.0
         model.model.norm.weight.fill_(1.0)
         head.zero_()[:, 0] = -30.0
         for ring in rings:
             head[[*ring[1:], ring[0]]] = 0.35 * embedding[ring]
-        head[said, 0] = 0.0
+        head[ascii_ids, 0] = 0.0
     _write(model, noise, directory)
     return directory
 
 
 def _write(model: Any, noise: float, directory: Path) -> None:
-    """Write a model, disturbed, and the tokenizer."""
-    _disturb(model, noise)
+    """Write a model plus noise, and the tokenizer."""
+    _add_noise(model, noise)
     model.save_pretrained(directory)
     _tokenizer().save(str(directory / "tokenizer.json"))
     settings = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
@@ -364,7 +364,7 @@ def _write(model: Any, noise: float, directory: Path) -> None:
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    """Byte-level, and some words of JSON."""
+    """Return a byte-level tokenizer with some words of JSON."""
     tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -385,19 +385,19 @@ def decoder(
     directory: Path,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
-    said: tuple[int, ...] | None = None,
+    shortlist: tuple[int, ...] | None = None,
 ) -> Decoder:
-    """A loaded decoder of 256 positions, shared by the tests that use it; `said` are the tokens
+    """Return a loaded decoder with a context of 256, shared by tests; `shortlist` are the token ids
     that it scores."""
-    return load_decoder(directory, dtype, torch.device(device), 256, said and torch.tensor(said))
+    ids = shortlist and torch.tensor(shortlist)
+    return load_decoder(directory, dtype, torch.device(device), 256, ids)
 
 
 @functools.cache
 def native_decoder(
-    path: Path, said: tuple[int, ...] | None = None, form: str = "bfloat16"
+    path: Path, shortlist: tuple[int, ...] | None = None, form: str = "bfloat16"
 ) -> NativeDecoder:
-    """The same on native kernels, of a quantised model in its own numbers, else in `form`."""
+    """Return a decoder on native kernels; quantised weights stay, others are in `form`."""
     native.start(2)
-    return NativeDecoder(
-        load_config(path), path, form, 256, keep=True, shortlist=said and torch.tensor(said)
-    )
+    ids = shortlist and torch.tensor(shortlist)
+    return NativeDecoder(load_config(path), path, form, 256, keep=True, shortlist=ids)

@@ -1,4 +1,4 @@
-"""Fixtures of measurements: an empty registry and a fixed read bandwidth."""
+"""Fixtures for measurements: an empty registry and a fixed read bandwidth."""
 
 from pathlib import Path
 
@@ -14,6 +14,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read bandwidth of 10 GB/s, without measuring."""
+def fixed_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the measured read bandwidth by 10 GB/s."""
     monkeypatch.setattr(native, "read_bandwidth", lambda megabytes=256: 10.0)

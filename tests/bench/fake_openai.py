@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-PATIENCE = 30.0  # seconds until a test gives up waiting
+TIMEOUT = 30.0  # seconds until a test gives up waiting
 Behaviour = Callable[["Handler", dict[str, Any]], None]
 
 
 def chunk(text: str, **more: Any) -> dict[str, Any]:
-    """One piece of a completion."""
+    """Return one chunk of a completion."""
     return {"choices": [{"index": 0, "text": text, "finish_reason": None} | more]}
 
 
@@ -23,7 +23,7 @@ END = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
 
 
 def usage(tokens: int, **more: Any) -> dict[str, Any]:
-    """The final chunk with the usage."""
+    """Return the final chunk with the usage."""
     return {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": tokens}} | more
 
 
@@ -32,44 +32,41 @@ class Fake:
     """The server's identity, behaviour and received requests; `released` wakes waiting handlers."""
 
     behaviour: Behaviour
-    maker: str = "somebody"
+    owner: str = "unknown"
     models: list[str] = field(default_factory=lambda: ["one"])
     pages: dict[str, tuple[int, str]] = field(default_factory=dict)  # path: (status, body)
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
-    dead: bool = False
+    is_dead: bool = False
     released: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """The handler of one connection."""
 
     fake: Fake
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         self.fake.keys.append(self.headers.get("Authorization"))
-        if self.fake.dead:
+        if self.fake.is_dead:
             self.close_connection = True
             return
-        models = {"data": [{"id": name, "owned_by": self.fake.maker} for name in self.fake.models]}
-        usual = {
+        models = {"data": [{"id": name, "owned_by": self.fake.owner} for name in self.fake.models]}
+        pages = {
             "/v1/models": (200, json.dumps(models)),
             "/server_info": (200, json.dumps({"drafts": ["off", "ngram", "suffix"]})),
         }
-        self.reply(
-            *(usual | self.fake.pages).get(
-                self.path, (404, '{"error": {"message": "no such page"}}')
-            )
-        )
+        missing = (404, '{"error": {"message": "no such page"}}')
+        self.reply(*(pages | self.fake.pages).get(self.path, missing))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.fake.asked.append(body)
+        self.fake.bodies.append(body)
         self.fake.paths.append(self.path)
-        if self.fake.dead:
+        if self.fake.is_dead:
             self.close_connection = True
             return
         self.fake.behaviour(self, body)
@@ -106,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def good(handler: Handler, body: dict[str, Any]) -> None:
+def respond(handler: Handler, body: dict[str, Any]) -> None:
     """Stream two tokens per chunk except the first, like a speculating server."""
     tokens = body["max_tokens"]
     pieces = [chunk("a"), *(chunk("bb") for _ in range((tokens - 1) // 2)), END]
@@ -114,7 +111,7 @@ def good(handler: Handler, body: dict[str, Any]) -> None:
 
 
 @contextmanager
-def faking(behaviour: Behaviour = good, **options: Any) -> Iterator[Fake]:
+def faking(behaviour: Behaviour = respond, **options: Any) -> Iterator[Fake]:
     """Run a fake server on a free port."""
     fake = Fake(behaviour, **options)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"fake": fake}))
@@ -131,4 +128,4 @@ def faking(behaviour: Behaviour = good, **options: Any) -> Iterator[Fake]:
         fake.released.set()
         server.shutdown()
         server.server_close()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)

@@ -1,4 +1,4 @@
-"""Model pairs as others see them: prompts, transformers' opinion, drafts in the engine."""
+"""Checks of model pairs: agreement according to transformers, and drafts in the engine."""
 
 import json
 from typing import Any
@@ -11,13 +11,13 @@ from forerun.bench.pair import Pair
 
 
 def prompts_of(pair: Pair) -> list[list[int]]:
-    """The prompts that were written beside the models."""
+    """Return the prompts that were written beside the models."""
     prompts: list[list[int]] = json.loads((pair.directory / "prompts.json").read_text())["prompts"]
     return prompts
 
 
 def check_with_transformers(pair: Pair, tokens: int, within: float) -> tuple[Any, Any]:
-    """Its models agree as often as was measured, and have as many parameters; returns both."""
+    """Assert that the models have the measured agreement and parameters; return both models."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     target, draft = (
         load(pair.directory / part, dtype=torch.float32).eval() for part in ("target", "draft")
@@ -40,7 +40,7 @@ def check_with_transformers(pair: Pair, tokens: int, within: float) -> tuple[Any
 
 
 def check_drafts(pair: Pair, tokens: int, margin: float, **options: Any) -> list[Completion]:
-    """Drafts change no text and are accepted as often as was measured; returns the texts."""
+    """Assert that drafts change no token and have the measured acceptance; return the texts."""
     draft = f"model:{pair.directory / pair.draft}"
     llm = LLM(pair.directory / pair.target, draft=draft, **options)
     params = SamplingParams.pure(max_tokens=tokens, ignore_eos=True)

@@ -17,7 +17,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return lambda *args: run(monkeypatch, capsys, "bench", *args)
 
 
-BAD = [
+BAD_ARGUMENTS = [
     (["decod"], "decode"),
     (["pair"], "--out"),
     (["pair", "--out", __file__], "not empty"),
@@ -45,15 +45,15 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("args", "message"), BAD, ids=lambda value: str(value)[:40])
-def test_bad_input(bench, args: list[str], message: str) -> None:
+@pytest.mark.parametrize(("args", "message"), BAD_ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_bad_input_is_one_line_and_exit_code_2(bench, args: list[str], message: str) -> None:
     model = MODEL if args[0] in ("decode", "sweep") and "--model" not in args else []
     code, out, err = bench(*args, *model)
     assert (code, out) == (2, "") and "Traceback" not in err
     assert message in err and err.splitlines()[-1].startswith("forerun: ")
 
 
-def test_model(bench) -> None:
+def test_bench_model_finds_the_best_depth(bench) -> None:
     flags = ["--acceptance", "0.8", "--draft-cost", "0.1", "--depth", "6", "--json"]
     code, out, err = bench("model", *flags)
     answer = json.loads(out)
@@ -69,21 +69,21 @@ def test_model(bench) -> None:
     assert inner["depth"] > 0 and inner["draft_cost"] < 0.4
 
 
-@pytest.mark.usefixtures("steady")
+@pytest.mark.usefixtures("fixed_bandwidth")
 def test_default_depths_of_a_sweep(bench, pair: Pair) -> None:
-    basics = ["sweep", "--model", f"{pair.directory}/target", "--tokens", "4", "--repeats", "1"]
+    base = ["sweep", "--model", f"{pair.directory}/target", "--tokens", "4", "--repeats", "1"]
     for flags, depths in (
         ([], [1, 2, 4, 8, "auto"]),
         (["--depth", "2"], [2]),
         (["--depths", "3,auto"], [3, "auto"]),
     ):
-        code, out, _ = bench(*basics, "--batches", "1", "--json", *flags)
+        code, out, _ = bench(*base, "--batches", "1", "--json", *flags)
         report = json.loads(out)
         assert code == 0 and report["kind"] == "sweep"
         assert [r["depth"] for r in report["results"] if r["draft"] == "suffix"] == depths
 
 
-@pytest.mark.usefixtures("steady")
+@pytest.mark.usefixtures("fixed_bandwidth")
 def test_decode_prints_a_table_in_a_pipe(bench, pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('"def f(x):"\n[5, 6, 7]\n')
     files = ["--model", f"{pair.directory}/target", "--prompts", str(tmp_path / "p.jsonl")]
@@ -107,7 +107,7 @@ def test_start_prints_a_table(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["starts"][0]["ready"] == 1.5 and report["weights_bytes"] > 0
 
 
-def test_bench_alone_shows_its_verbs_and_names_the_scripts(bench) -> None:
+def test_bench_without_a_verb_lists_verbs_and_scripts(bench) -> None:
     code, out, _ = bench()
     assert code == 0
     words = ("pair", "decode", "sweep", "start", "serve", "model", "benchmarks.peers", ".roofline")

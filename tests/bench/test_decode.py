@@ -1,4 +1,4 @@
-"""Decoding speed: what a run counts, fair rounds, comparison of outputs, the plan, the registry."""
+"""Decoding speed: what a run counts, rounds, comparison of outputs, the plan, the registry."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
 from forerun.measure.workloads import Task
 from tests.cli.test_main import run
 
-pytestmark = pytest.mark.usefixtures("steady")
+pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
 
 
@@ -40,7 +40,7 @@ def measure(
 
 
 class FakeEngine:
-    """Engine whose steps have given lengths and produce given tokens."""
+    """Engine whose steps have given durations and emit given tokens."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[float, dict[int, int]]]
@@ -66,43 +66,51 @@ class FakeEngine:
         return [SimpleNamespace(request_id=i, token_ids=[0] * n) for i, n in tokens.items()]
 
 
-# Two requests: tokens of the quick one before the other's first token do not count, the tail does.
-TWO = [(1.0, {0: 1}), (1.0, {0: 9, 1: 1}), (1.0, {0: 1, 1: 1}), (1.0, {1: 2}), (2.0, {1: 2})]
+# Tokens that the first request emits before the first token of the second one do not count.
+TWO_REQUESTS = [
+    (1.0, {0: 1}),
+    (1.0, {0: 9, 1: 1}),
+    (1.0, {0: 1, 1: 1}),
+    (1.0, {1: 2}),
+    (2.0, {1: 2}),
+]
 
 
-def test_the_window_opens_with_the_last_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_starts_when_all_requests_have_a_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = FakeEngine(monkeypatch, [(5.0, {}), (5.0, {0: 1}), (1.0, {0: 4}), (1.0, {0: 2})])
     assert timed_run(engine, [Work([7])], PARAMS, Arm("suffix", 4)).speed == 3.0
     assert engine.added == [([7], 0, "suffix", 4)]
-    engine = FakeEngine(monkeypatch, TWO)
+    engine = FakeEngine(monkeypatch, TWO_REQUESTS)
     assert timed_run(engine, [Work([7]), Work([8])], PARAMS, PLAIN).speed == 6 / 4
     assert [seed for _, seed, _, _ in engine.added] == [0, 1]
 
 
-def test_reading_prompts_is_no_part_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_is_not_part_of_decoding_times(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(monkeypatch, [(5.0, {0: 1}), (1.0, {0: 4}), (1.0, {0: 2})])
     requests: list[SimpleNamespace] = []
     add, step = engine.add, engine.step_or_raise
 
-    def added(*args: Any, **options: Any) -> SimpleNamespace:
+    def record_request(*args: Any, **options: Any) -> SimpleNamespace:
         requests.append(add(*args, **options))
         return requests[-1]
 
-    def stepped() -> list[SimpleNamespace]:
+    def record_step() -> list[SimpleNamespace]:
         stats, seconds = requests[0].stats, engine.steps[0][0]
         stats.steps += 1
         stats.verify_seconds += 0.75 * seconds
         stats.draft_seconds += 0.25 * seconds
         return step()
 
-    monkeypatch.setattr(engine, "add", added)
-    monkeypatch.setattr(engine, "step_or_raise", stepped)
+    monkeypatch.setattr(engine, "add", record_request)
+    monkeypatch.setattr(engine, "step_or_raise", record_step)
     run = timed_run(engine, [Work([7])], PARAMS, Arm("suffix", 4))
     assert (run.pass_ms, run.draft_ms, run.step_ms) == (750, 250, 1000)
 
 
-def test_statistics() -> None:
-    """Intervals are bootstrap intervals and cover the truth; speeds are those of median times."""
+def test_intervals_and_speeds_of_repeated_runs() -> None:
+    """Bootstrap intervals cover the true ratio, and speeds are computed from median times."""
     values = np.random.default_rng(1).lognormal(size=12)
     theirs = scipy.stats.bootstrap(
         (values,), np.median, n_resamples=4000, method="percentile", rng=0
@@ -110,9 +118,9 @@ def test_statistics() -> None:
     assert bootstrap_interval(values) == pytest.approx(theirs.confidence_interval, rel=0.05)
     assert bootstrap_interval([2.0]) is None and bootstrap_interval([2.0, 2.0]) == (2.0, 2.0)
     assert overall(np.array([[10.0, 10.0, 1.0], [40.0, 90.0, 40.0]])) == 2 / (1 / 10 + 1 / 40)
-    steady = np.full((2, 5), 3.0)
-    assert ratio_interval(2 * steady, steady) == (2.0, 2.0)
-    assert ratio_interval(steady[:, :1], steady[:, :1]) is None
+    constant = np.full((2, 5), 3.0)
+    assert ratio_interval(2 * constant, constant) == (2.0, 2.0)
+    assert ratio_interval(constant[:, :1], constant[:, :1]) is None
     rng = np.random.default_rng(3)
     covered = 0
     for _ in range(100):
@@ -124,8 +132,8 @@ def test_statistics() -> None:
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
 
 
-def test_tally_by_hand() -> None:
-    """One request in passes of 1, 3, 1, 3, .. tokens; another whose last pass is cut."""
+def test_tally_of_rounds_counted_by_hand() -> None:
+    """One request emits 1, 3, 1, 3, .. tokens a step; the last step of the other is truncated."""
     one = RequestStats(completion_tokens=40, rounds=[(0, 0), (4, 2)] * 10, depths=[0, 4] * 10)
     one.by_source["suffix"] = SourceStats(drafted=40, accepted=20)
     two = RequestStats(completion_tokens=2, rounds=[(4, 4)], depths=[2])
@@ -139,19 +147,14 @@ def test_tally_by_hand() -> None:
     assert [p[:2] for p in tally([long])["positions"]] == [[0, 32], [32, 32], [64, 64], [128, 72]]
 
 
-def test_a_report_by_the_verb(pair: Pair, monkeypatch, capsys, tmp_path) -> None:
+def test_bench_decode_compares_every_draft_depth_and_precision(
+    pair: Pair, monkeypatch, capsys, tmp_path
+) -> None:
     """Every draft, depth and precision gives plain decoding's output."""
     flags = ["--drafts", f"suffix,model:{pair.directory}/draft", "--depths", "auto,3"]
     flags += ["--quantizations", "none,int8", "--tokens", "24", "--repeats", "2", "--requests", "2"]
-    flags += [
-        "--temperature",
-        "0.7",
-        "--threads",
-        "1",
-        "--json",
-        "--out",
-        str(tmp_path / "x.jsonl"),
-    ]
+    flags += ["--temperature", "0.7", "--threads", "1", "--json", "--out"]
+    flags.append(str(tmp_path / "x.jsonl"))
     model = ["--model", f"{pair.directory}/target"]
     code, out, err = run(monkeypatch, capsys, "bench", "decode", *model, *flags)
     report = json.loads(out)
@@ -175,14 +178,14 @@ def test_a_report_by_the_verb(pair: Pair, monkeypatch, capsys, tmp_path) -> None
     assert all(line["model"] == report["model"] and line["kind"] == "decode" for line in lines)
 
 
-def test_a_difference_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def corrupt(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
+def test_a_different_output_is_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change_a_token(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
         run = timed_run(engine, works, params, arm)
         if arm.draft == "suffix":
             run.outputs[0][5] ^= 1
         return run
 
-    monkeypatch.setattr(rounds, "timed_run", corrupt)
+    monkeypatch.setattr(rounds, "timed_run", change_a_token)
     report = measure(pair, DecodePlan(PARAMS, ["ngram", "suffix"], [2], repeats=1), [5, 6, 7])
     found = [(r.draft, r.same, r.first_difference) for r in report.results]
     assert found == [("off", True, None), ("ngram", True, None), ("suffix", False, 5)]
@@ -192,7 +195,7 @@ def fake_run(speed: float) -> Run:
     return Run(speed, [[1, 1, 1]], [RequestStats(steps=1, completion_tokens=3)], 1.0)
 
 
-def test_joules_are_medians_of_an_arms_own_rounds(pair: Pair, monkeypatch) -> None:
+def test_joules_are_medians_over_the_rounds_of_an_arm(pair: Pair, monkeypatch) -> None:
     spent = iter([30.0, 6.0, 12.0, 90.0, 18.0, 42.0])  # off, suffix; suffix, off; off, suffix
 
     class Counting(Meter):
@@ -209,11 +212,11 @@ def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """State is dropped before each run, arms rotate, the warm-up does not count."""
     log: list[Any] = []
 
-    def note(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
+    def fake_timed_run(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
         log.append((works[0].prompt[0], arm.draft))
         return fake_run(10.0 * len(log))
 
-    monkeypatch.setattr(rounds, "timed_run", note)
+    monkeypatch.setattr(rounds, "timed_run", fake_timed_run)
     monkeypatch.setattr(LLM, "forget", lambda self: log.append("forget"))
     report = measure(pair, DecodePlan(PARAMS, ["suffix", "ngram"], ["auto"], repeats=3), [5], [6])
     assert log[::2] == ["forget"] * 21
@@ -236,15 +239,15 @@ def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_are_added_until_ratios_have_settled(
     noise, seconds, expected, monkeypatch, pair
 ) -> None:
-    """None beyond the minimum without noise, as many as fit the time, or as many as needed."""
+    """No round is added without noise, else as many as fit the time or as many as are needed."""
     rng = np.random.default_rng(0)
     now = [0.0]
 
-    def note(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
+    def fake_timed_run(engine: object, works: list, params: SamplingParams, arm: Arm) -> Run:
         now[0] += 1.0
         return fake_run(10.0 * (1 + (arm.draft != "off")) * (1 + noise * rng.uniform(-1, 1)))
 
-    monkeypatch.setattr(rounds, "timed_run", note)
+    monkeypatch.setattr(rounds, "timed_run", fake_timed_run)
     monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now[0]))
     report = measure(pair, DecodePlan(PARAMS, ["suffix"], [2], repeats=3, settle=seconds), [5])
     low, high = report.results[1].interval
@@ -253,7 +256,7 @@ def test_rounds_are_added_until_ratios_have_settled(
     assert settled == (expected != 5)
 
 
-def test_the_plan_is_a_product() -> None:
+def test_a_plan_runs_all_combinations() -> None:
     drafts = ["suffix", "model:y", "off", "suffix", "ngram", "model:x"]
     engines = DecodePlan(PARAMS, drafts, [1, "2"], quantizations=["none", "int4"]).engines()
     loaded = [(quantization, draft) for quantization, draft, _ in engines]
@@ -270,7 +273,7 @@ def test_the_plan_is_a_product() -> None:
     assert [[task.id for task in own] for _, own in settings[::4]] == [["a", "c"], ["b"]]
 
 
-def test_outputs_are_compared_where_a_rule_promises_them(pair: Pair) -> None:
+def test_outputs_are_compared_if_the_rule_guarantees_equality(pair: Pair) -> None:
     plan = DecodePlan(PARAMS, ["suffix"], [2], ["match", "token"], [0.0, 0.9], [1, 3], repeats=1)
     report = measure(pair, plan, [5, 6, 5], [7, 8])
     same = {(r.draft, r.rule, r.temperature, r.requests): r.same for r in report.results}
@@ -337,8 +340,5 @@ def test_results_of_single_drafters_are_recorded() -> None:
         ("SmolLM2-135M-Instruct", "head", "eagle3", "chat", "4"),
     }
     one = kept["t", "some/where", "model", "chat", "4"]
-    assert (one.accepted_length, one.times_plain, one.temperature) == (
-        2.5,
-        1.5,
-        0.8,
-    ) and one.machine
+    assert (one.accepted_length, one.times_plain, one.temperature) == (2.5, 1.5, 0.8)
+    assert one.machine

@@ -1,4 +1,4 @@
-"""Pairs that are drawn as they are stored: blocks, agreement, types, files that others read."""
+"""Random model pairs in packed GGUF files: blocks, agreement, tensor types, readable files."""
 
 import json
 from collections import Counter
@@ -56,14 +56,14 @@ PAIRS: dict[str, dict[str, Any]] = {
     "bfloat16": MIXTURE,
     "shapes": SMALL | dict(format="q4_k_m", draft_shape="small"),
 }
-SMALL_SHAPE = dict(  # of a draft model, and named for tests
+SMALL_SHAPE = dict(  # of a draft model; registered as "small" by a fixture
     family="qwen3", layers=1, hidden=288, heads=3, kv_heads=1, head_dim=96, intermediate=96,
     vocab=9, draft_layers=1,
 )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def named(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "small", SMALL_SHAPE)
 
 
@@ -71,7 +71,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "BF16", "F32"])
-def test_random_blocks_have_the_deviation(kind: str) -> None:
+def test_random_blocks_have_the_requested_deviation(kind: str) -> None:
     for deviation in (0.02, 0.0031):
         tensor = RandomTensor("x", (300, 1024), deviation)
         rows = random_rows(kind, (300, 1024), tensor, Generator(SFC64(0)))
@@ -84,7 +84,7 @@ def test_random_blocks_have_the_deviation(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_K", "Q6_K", "BF16", "F32"])
 def test_codes_are_stored_exactly(kind: str) -> None:
-    """The unit can be written in half precision, so that nothing is rounded."""
+    """The unit is exact in half precision, so nothing is rounded."""
     odd = 2 * Generator(SFC64(0)).integers(16, size=(5, 512), dtype=np.int8) - 15
     unit = 63 / 64 if kind == "Q4_K" else 0.25
     expected = torch.from_numpy(odd.astype(np.float32) * np.float32(unit))
@@ -99,24 +99,24 @@ def test_codes_are_stored_exactly(kind: str) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_engine_speculates_and_agrees_as_often_as_asked(name: str, tmp_path: Path) -> None:
+def test_the_models_of_a_pair_have_the_requested_agreement(name: str, tmp_path: Path) -> None:
     recipe = PairRecipe(**PAIRS[name])
-    made = make_packed_pair(tmp_path / "pair", recipe)
-    assert abs(made.agreement.agree - recipe.agree) <= recipe.tolerance
-    assert made.measured_layers == recipe.layers and made.agreement.looping == 0
+    pair = make_packed_pair(tmp_path / "pair", recipe)
+    assert abs(pair.agreement.agree - recipe.agree) <= recipe.tolerance
+    assert pair.measured_layers == recipe.layers and pair.agreement.looping == 0
     meta = json.loads((tmp_path / "pair" / "meta.json").read_text())
-    assert meta["measured"]["agree"] == made.agreement.agree and meta["eps"] is None
-    prompts = prompts_of(made)
+    assert meta["measured"]["agree"] == pair.agreement.agree and meta["eps"] is None
+    prompts = prompts_of(pair)
     assert len({prompt[-1] for prompt in prompts}) == len(prompts) == 8
-    texts = [tuple(c.token_ids) for c in check_drafts(made, 48, margin=0.6, kv_tokens=2048)]
+    texts = [tuple(c.token_ids) for c in check_drafts(pair, 48, margin=0.6, kv_tokens=2048)]
     assert len(set(texts)) == 8 and all(min(text) >= 3 for text in texts)
 
 
-def test_the_layers_matter(tmp_path: Path) -> None:
-    """Behind a token of two successors of the same weight the text before decides."""
+def test_layers_decide_between_equally_likely_successors(tmp_path: Path) -> None:
+    """After a token with two equally likely successors, the text before it decides."""
     recipe = PairRecipe(**PAIRS["llama"] | dict(agree=0.0))
-    made = make_packed_pair(tmp_path / "pair", recipe)
-    llm = LLM(made.directory / made.target, draft="off", kv_tokens=1024, max_rows=16)
+    pair = make_packed_pair(tmp_path / "pair", recipe)
+    llm = LLM(pair.directory / pair.target, draft="off", kv_tokens=1024, max_rows=16)
     params = SamplingParams.pure(max_tokens=1, ignore_eos=True)
     prompts = [[*range(10 * i, 10 * i + 12), 200 + last] for last in range(8) for i in range(1, 9)]
     found = [c.token_ids[0] for c in llm.generate(prompts, params)]
@@ -127,32 +127,32 @@ def test_the_layers_matter(tmp_path: Path) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["qwen3moe", "qwen2moe", "olmoe"])
-def test_transformers_agrees_on_the_agreement(name: str, tmp_path: Path) -> None:
-    made = make_packed_pair(tmp_path / "pair", PairRecipe(**PAIRS[name] | dict(format="bfloat16")))
-    check_with_transformers(made, 64, within=0.03)
+def test_transformers_measures_the_same_agreement(name: str, tmp_path: Path) -> None:
+    pair = make_packed_pair(tmp_path / "pair", PairRecipe(**PAIRS[name] | dict(format="bfloat16")))
+    check_with_transformers(pair, 64, within=0.03)
 
 
 def test_a_large_target_is_measured_with_fewer_layers(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "LARGEST_MEASURED", 0)
     recipe = PairRecipe(**PAIRS["qwen3moe"] | dict(vocab=2000, prompts=16))
-    made = make_packed_pair(tmp_path / "pair", recipe)
-    assert made.measured_layers == 2
-    parts = sorted(path.name for path in made.directory.iterdir())
+    pair = make_packed_pair(tmp_path / "pair", recipe)
+    assert pair.measured_layers == 2
+    parts = sorted(path.name for path in pair.directory.iterdir())
     assert parts == ["draft.gguf", "meta.json", "prompts.json", "target.gguf"]
-    whole = module.PairComparison(
-        made.directory / made.target,
-        made.directory / made.draft,
-        prompts_of(made),
+    comparison = module.PairComparison(
+        pair.directory / pair.target,
+        pair.directory / pair.draft,
+        prompts_of(pair),
         tokens=64,
         is_packed=True,
     )
-    assert abs(whole.agree - 0.9) <= 0.05
+    assert abs(comparison.agree - 0.9) <= 0.05
 
 
 def test_a_seed_gives_the_same_files(tmp_path: Path) -> None:
     def contents(name: str, seed: int) -> dict[str, bytes]:
-        made = make_packed_pair(tmp_path / name, PairRecipe(**PAIRS["gpt-oss"], seed=seed))
-        return {part: (made.directory / part).read_bytes() for part in (made.target, made.draft)}
+        pair = make_packed_pair(tmp_path / name, PairRecipe(**PAIRS["gpt-oss"], seed=seed))
+        return {part: (pair.directory / part).read_bytes() for part in (pair.target, pair.draft)}
 
     one, again, other = contents("one", 3), contents("again", 3), contents("other", 4)
     assert one == again and one["target.gguf"] != other["target.gguf"]
@@ -162,11 +162,11 @@ def test_an_unreachable_agreement_takes_the_nearest(tmp_path: Path, monkeypatch)
     monkeypatch.setattr(module, "MAX_ATTEMPTS", 1)
     lines: list[str] = []
     recipe = PairRecipe(**PAIRS["llama"] | {"agree": 0.95, "tolerance": 1e-6})
-    made = make_packed_pair(tmp_path / "pair", recipe, lambda *words: lines.append(words[0]))
-    assert any("was not reached" in line for line in lines) and made.agreement.agree > 0.8
+    pair = make_packed_pair(tmp_path / "pair", recipe, lambda *words: lines.append(words[0]))
+    assert any("was not reached" in line for line in lines) and pair.agreement.agree > 0.8
 
 
-def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch) -> None:
+def test_a_failure_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
     usage = module.disk_usage(tmp_path)
     monkeypatch.setattr(module, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ConfigError, match="are free on its disk"):
@@ -177,14 +177,14 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch) -> None:
 # ---------------------------------------------------------------- files
 
 
-def test_the_file_is_one_of_q4_k_m(tmp_path: Path) -> None:
+def test_the_file_has_the_tensor_types_of_q4_k_m(tmp_path: Path) -> None:
     recipe = PairRecipe(**MIXTURE | dict(format="q4_k_m", layers=9))
     successors = Successors.draw(recipe)
     tokenizer = grown_tokenizer(recipe.vocab)
     path = tmp_path / "model.gguf"
     RandomModel(recipe, "q4_k_m", (0, 0), successors).write(path, tokenizer, lambda *_: None)
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    kinds = {name: tensor.tensor_type.name for name, tensor in held.items()}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    kinds = {name: tensor.tensor_type.name for name, tensor in stored.items()}
     assert kinds == {name: entry.kind for name, entry in open_gguf(path).tensors.items()}
     for stem in ("attn_v", "ffn_down_exps"):
         by_layer = [kinds[f"blk.{i}.{stem}.weight"] for i in range(9)]
@@ -193,17 +193,17 @@ def test_the_file_is_one_of_q4_k_m(tmp_path: Path) -> None:
     assert kinds["token_embd.weight"] == kinds["blk.0.ffn_gate_exps.weight"] == "Q4_K"
     assert kinds["output.weight"] == "Q6_K" and kinds["blk.0.ffn_gate_inp.weight"] == "F32"
     assert kinds["output_norm.weight"] == kinds["blk.0.attn_q_norm.weight"] == "F32"
-    sizes = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in held.items()}
+    sizes = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in stored.items()}
     assert sizes == {tensor.name: tensor.shape for tensor in tensors_of(recipe)}
     narrow = RandomTensor("blk.0.ffn_down.weight", (64, 96)), RandomTensor("x.weight", (64, 96))
     assert [stored_type(t, ModelShape(), "q4_k_m") for t in narrow] == ["Q8_0", "Q5_0"]
     deviations = {"blk.4.attn_q.weight": 1.2 / 16, "blk.4.ffn_up_exps.weight": 1 / 16}
     for name, deviation in deviations.items():
-        values = gguf.dequantize(held[name].data, held[name].tensor_type)
+        values = gguf.dequantize(stored[name].data, stored[name].tensor_type)
         assert values.std() == pytest.approx(deviation, rel=0.02)
 
 
-def test_no_part_of_a_tensor_is_large(monkeypatch) -> None:
+def test_tensors_are_generated_in_small_chunks(monkeypatch) -> None:
     monkeypatch.setattr(module, "CHUNK_VALUES", 1024)
     recipe = PairRecipe(**PAIRS["gpt-oss"])
     model = RandomModel(recipe, recipe.format, (0, 0), Successors.draw(recipe))
@@ -213,7 +213,7 @@ def test_no_part_of_a_tensor_is_large(monkeypatch) -> None:
         assert sum(part.nbytes for part in parts) == model.stored_bytes(tensor)
 
 
-def test_a_large_vocabulary_joins_words(tmp_path: Path, monkeypatch) -> None:
+def test_a_large_vocabulary_contains_joined_words(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "TRAINED_TOKENS", 600)
     tokenizer = grown_tokenizer(3000)
     path = tmp_path / "model.gguf"
@@ -221,15 +221,15 @@ def test_a_large_vocabulary_joins_words(tmp_path: Path, monkeypatch) -> None:
     model = RandomModel(recipe, "q8_0", (0, 0), Successors.draw(recipe))
     model.write(path, tokenizer, lambda *_: None)
     texts = ["def f(self):\n    return import_module(name)", " naïve\t\x00 text 1234"]
-    held = load_tokenizer(path)
-    assert held is not None
+    stored = load_tokenizer(path)
+    assert stored is not None
     for text in texts:
         ids = tokenizer.encode(text).ids
-        assert held.encode(text) == ids and tokenizer.decode(ids) == text
+        assert stored.encode(text) == ids and tokenizer.decode(ids) == text
     texts_of = [tokenizer.id_to_token(i) for i in range(3000)]
     assert len(set(texts_of)) == 3000 and texts_of[:3] == ["<s>", "</s>", "<pad>"]
     reached = sum(tokenizer.encode(text).tokens == [text] for text in texts_of[600:])
-    assert reached > 1500  # a pair whose parts the tokenizer cuts otherwise is not found in text
+    assert reached > 1500  # the tokenizer splits the text of the others in another way
 
 
 def test_a_vocabulary_larger_than_all_pairs_has_unused_tokens(monkeypatch) -> None:
@@ -263,21 +263,21 @@ def test_a_vocabulary_larger_than_all_pairs_has_unused_tokens(monkeypatch) -> No
         ("qwen3.6-35b-a3b", 34.7, 2.9),
     ],
 )
-def test_published_shapes(name: str, total: float, active: float) -> None:
+def test_named_shapes_have_the_published_parameters(name: str, total: float, active: float) -> None:
     recipe = PairRecipe(**named_shape(name), format="q4_k_m")
     found = [size / 1e9 for size in num_parameters(recipe)]
     assert found == pytest.approx([total, active], abs=0.06) and recipe.is_packed
 
 
-def test_the_verb(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_bench_pair_with_a_named_shape(tmp_path: Path, monkeypatch, capsys) -> None:
     sizes = {"layers": 2, "hidden": 256, "vocab": 512, "experts": 4, "experts_per_token": 2}
     sizes |= {"expert_size": 64, "prompts": 4, "prompt_tokens": 24, "context": 128}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     words = ["bench", "pair", "--shape", "moe-3b", "--format", "q8_0", "--out"]
     code, text, _ = run(monkeypatch, capsys, *words, str(tmp_path / "a"), "--json", *flags)
-    made = json.loads(text)
-    assert code == 0 and made["recipe"]["heads"] == 16 and made["recipe"]["layers"] == 2
-    assert made["recipe"]["family"] == "qwen3moe" and made["measured"]["positions"] == 256
+    pair = json.loads(text)
+    assert code == 0 and pair["recipe"]["heads"] == 16 and pair["recipe"]["layers"] == 2
+    assert pair["recipe"]["family"] == "qwen3moe" and pair["measured"]["positions"] == 256
     code, text, _ = run(monkeypatch, capsys, *words, str(tmp_path / "b"), *flags)
     lines = text.splitlines()
     assert code == 0 and "M a token" in lines[0] and "eps" not in lines[0]

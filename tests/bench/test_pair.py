@@ -18,14 +18,14 @@ from tests.tiny import PAIR
 SMALL = dict(PAIR, vocab=300, prompts=2, prompt_tokens=16, agree=0.0)
 
 
-def test_the_engine_speculates_with_it(pair: Pair) -> None:
+def test_the_engine_speculates_with_a_pair(pair: Pair) -> None:
     prompts = prompts_of(pair)
     assert [len(p) for p in prompts] == [24] * 6 and len({tuple(p) for p in prompts}) == 6
     check_drafts(pair, 60, margin=0.5, dtype="float32", kv_tokens=1024)
 
 
-def test_transformers_agrees_on_the_agreement(pair: Pair) -> None:
-    """The draft model is the start of the target."""
+def test_transformers_measures_the_same_agreement(pair: Pair) -> None:
+    """The draft model consists of the first layer, the embedding and the head of the target."""
     target, draft = check_with_transformers(pair, 128, within=0.02)
     assert abs(pair.agreement.agree - 0.7) <= 0.03
     own, theirs = (model.model.layers[0].mlp.down_proj.weight for model in (draft, target))
@@ -50,8 +50,8 @@ def test_a_vocabulary_larger_than_the_text(tmp_path: Path, monkeypatch) -> None:
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "pair" / "draft")) == 300
 
 
-def test_the_search_for_eps() -> None:
-    """A curve like measured ones is searched in a few attempts from any start."""
+def test_the_search_for_eps_takes_a_few_attempts() -> None:
+    """The curve of the agreement has the form of measured ones; any start finds the value."""
     for start in (0.001, 0.1, 0.3, 2.0):
         eps = start
         tried = {0.0: 1.0}
@@ -67,19 +67,19 @@ def test_an_unreachable_agreement_takes_the_nearest(tmp_path: Path, monkeypatch)
     monkeypatch.setattr(module, "MAX_ATTEMPTS", 2)
     lines: list[str] = []
     recipe = PairRecipe(**SMALL | {"agree": 0.0001, "tolerance": 1e-5})
-    made = make_pair(tmp_path / "pair", recipe, lines.append)
+    pair = make_pair(tmp_path / "pair", recipe, lines.append)
     assert any("was not reached" in line for line in lines)
     largest = max(float(line.split()[1].rstrip(":")) for line in lines if line.startswith("eps"))
-    assert made.eps == pytest.approx(largest, abs=1e-4)
+    assert pair.eps == pytest.approx(largest, abs=1e-4)
 
 
-def test_figures_by_hand() -> None:
+def test_accepted_tokens_and_looping_texts() -> None:
     same = torch.tensor([[True, True, False, True]])
     assert accepted_tokens(same, 1) == 0.75 and accepted_tokens(same, 2) == pytest.approx(1.0)
     assert is_looping([1, 2, 3] * 40) and not is_looping(list(range(120)))
 
 
-def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch) -> None:
+def test_a_failure_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -89,14 +89,14 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_verb_with_a_middle_model(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_bench_pair_with_a_middle_model(tmp_path: Path, monkeypatch, capsys) -> None:
     out = tmp_path / "a" / "b"
     values = SMALL | {"middle_layers": 2}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     code, text, err = run(monkeypatch, capsys, "bench", "pair", "--out", str(out), "--json", *flags)
-    made = json.loads(text)
-    assert code == 0 and not err and made["recipe"]["vocab"] == 300
-    assert all(0 <= share <= 1 for share in made["middle"])
+    pair = json.loads(text)
+    assert code == 0 and not err and pair["recipe"]["vocab"] == 300
+    assert all(0 <= share <= 1 for share in pair["middle"])
     parts = sorted(path.name for path in out.iterdir())
     assert parts == ["draft", "meta.json", "middle", "prompts.json", "target"]
     code, text, err = run(monkeypatch, capsys, "bench", "pair", "--out", str(out))

@@ -27,18 +27,18 @@ from forerun.bench.serve import (
     summarize,
     token_gaps,
 )
-from forerun.bench.serve import REQUESTS_PER_CLIENT as EACH
+from forerun.bench.serve import REQUESTS_PER_CLIENT as PER_CLIENT
 from tests import tiny
-from tests.bench.fake_openai import END, PATIENCE, Fake, Handler, chunk, faking, good, usage
+from tests.bench.fake_openai import END, TIMEOUT, Fake, Handler, chunk, faking, respond, usage
 from tests.cli.test_main import run
 from tests.server.serving import serving
 
 PROMPTS = [f"prompt {i}" for i in range(100)]
-GONE = "fails every request"
+SERVER_LOST = "fails every request"
 
 
 def measure(
-    fake: Fake, prompts: list[Any] = PROMPTS, timeout: float = PATIENCE, **options: Any
+    fake: Fake, prompts: list[Any] = PROMPTS, timeout: float = TIMEOUT, **options: Any
 ) -> ServeReport:
     """Measure a fake server briefly."""
     given = {"requests": [1], "tokens": 5, "repeats": 1} | options
@@ -60,8 +60,8 @@ def test_the_speed_counts_tokens_within_the_window() -> None:
     assert LoadRun(10.0, 14.0, [failed]).speed == 0.0
 
 
-def test_latencies() -> None:
-    """The wait for a chunk is divided among its tokens; percentiles are weighted by tokens."""
+def test_latencies_are_weighted_by_tokens() -> None:
+    """The delay of a chunk is divided among its tokens; percentiles are weighted by tokens."""
     assert token_gaps(answer(0, [(1.0, 1), (2.0, 4), (2.5, 1)])) == [(0.25, 4), (0.5, 1)]
     assert token_gaps(answer(0, [(1.0, 1), (2.0, 1)], counted=4)) == [(0.5, 2.0)]
     assert token_gaps(answer(0, [])) == []
@@ -74,7 +74,7 @@ def test_latencies() -> None:
     assert percentiles([(0.25, 1.0)])["p99"] == 250.0 and percentiles([]) == {}
 
 
-def test_a_result_uses_complete_rounds_while_there_are_any() -> None:
+def test_a_result_uses_incomplete_rounds_only_if_there_are_no_others() -> None:
     def runs(*speeds: int) -> list[LoadRun]:
         answers = [[answer(0, [(0.5, s)], token_ids=[1, 2])] for s in speeds]
         return [LoadRun(0.0, 1.0, each, complete=True) for each in answers]
@@ -94,17 +94,17 @@ def test_a_result_uses_complete_rounds_while_there_are_any() -> None:
     assert errors == {f"busy, {i}": 4 for i in range(5)} | {"others": 20}
 
 
-FORERUN = {"forerun": {"drafted": 9, "accepted": 6, "steps": 5, "completion_tokens": 12}}
-VLLM = {"num_draft_tokens": 9, "num_accepted_draft_tokens": 6, "num_spec_steps": 3}
-LLAMA = {"draft_n": 9, "draft_n_accepted": 6, "predicted_n": 16}
+FORERUN_STATS = {"forerun": {"drafted": 9, "accepted": 6, "steps": 5, "completion_tokens": 12}}
+VLLM_STATS = {"num_draft_tokens": 9, "num_accepted_draft_tokens": 6, "num_spec_steps": 3}
+LLAMA_CPP_STATS = {"draft_n": 9, "draft_n_accepted": 6, "predicted_n": 16}
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"metrics": FORERUN}, SpecStats(9, 6, 5, 12)),
-        ({"metrics": {"speculative_decoding": VLLM}}, SpecStats(9, 6, 3, 9)),
-        ({"timings": LLAMA}, SpecStats(9, 6, 10, 16)),
+        ({"metrics": FORERUN_STATS}, SpecStats(9, 6, 5, 12)),
+        ({"metrics": {"speculative_decoding": VLLM_STATS}}, SpecStats(9, 6, 3, 9)),
+        ({"timings": LLAMA_CPP_STATS}, SpecStats(9, 6, 10, 16)),
         ({"timings": {"predicted_n": 16}}, None),
         ({"metrics": [1], "timings": "x"}, None),
         ({"metrics": {"forerun": {"drafted": "9"}}}, None),
@@ -116,17 +116,17 @@ def test_statistics_in_every_format(given: dict[str, Any], found: SpecStats | No
 
 
 def test_clients_keep_the_requested_concurrency() -> None:
-    """Every answer waits until four requests are in flight: fewer would never end."""
+    """Every answer waits until four requests are in flight, so fewer would never finish."""
     barrier = threading.Barrier(4)
 
-    def wait(handler: Handler, body: dict[str, Any]) -> None:
-        if handler.fake.asked.index(body) > 0:  # the first request is sent alone
-            barrier.wait(PATIENCE)
-        good(handler, body)
+    def wait_for_four(handler: Handler, body: dict[str, Any]) -> None:
+        if handler.fake.bodies.index(body) > 0:  # the first request is sent alone
+            barrier.wait(TIMEOUT)
+        respond(handler, body)
 
-    with faking(wait) as fake:
+    with faking(wait_for_four) as fake:
         report = measure(fake, requests=[4])
-    assert report.results[0].finished == 4 * EACH and not report.results[0].errors
+    assert report.results[0].finished == 4 * PER_CLIENT and not report.results[0].errors
 
 
 def test_token_counts_come_from_usage_or_chunks() -> None:
@@ -134,14 +134,14 @@ def test_token_counts_come_from_usage_or_chunks() -> None:
         (found,) = measure(fake, tokens=9).results
     assert (found.counted, found.same, found.accepted_length) == ("usage", None, None)
     assert found.requests_per_second == pytest.approx(found.tokens_per_second / 9)
-    assert "ignore_eos" not in fake.asked[0] and fake.asked[0]["stream_options"]["include_usage"]
+    assert "ignore_eos" not in fake.bodies[0] and fake.bodies[0]["stream_options"]["include_usage"]
     with faking(lambda handler, body: handler.stream(chunk("a"), chunk("bb"), END)) as fake:
         (found,) = measure(fake).results
     assert found.counted == "chunks"
     assert found.requests_per_second == pytest.approx(found.tokens_per_second / 2)
 
 
-def test_chats_and_reasoning() -> None:
+def test_chunks_of_chats_and_reasoning_count() -> None:
     deltas = [{"content": ""}, {"reasoning_content": "hm"}, {"content": "yes"}, {"content": None}]
     events = [{"choices": [{"delta": delta}]} for delta in deltas]
     system = [{"role": "system", "content": "be brief"}]
@@ -151,7 +151,7 @@ def test_chats_and_reasoning() -> None:
         (found,) = measure_serving(plan, ["hello", system]).results
     assert found.requests_per_second == pytest.approx(found.tokens_per_second / 2)
     assert set(fake.paths) == {"/v1/chat/completions"}
-    messages = [body["messages"] for body in fake.asked[:2]]
+    messages = [body["messages"] for body in fake.bodies[:2]]
     assert messages == [[{"role": "user", "content": "hello"}], system]
 
 
@@ -162,35 +162,35 @@ def speculating(wrong: str = "") -> Any:
         draft = (body["speculative"] or {"draft": OFF})["draft"]
         ids = [body["seed"], 5, 6 + (draft == wrong), 7][: body["max_tokens"]]
         pieces = [chunk(str(i), token_ids=[i]) for i in ids]
-        handler.stream(*pieces, END, usage(len(ids), metrics=FORERUN), "[DONE]")
+        handler.stream(*pieces, END, usage(len(ids), metrics=FORERUN_STATS), "[DONE]")
 
     return behave
 
 
 def test_drafts_are_compared_on_the_same_requests_in_turn() -> None:
-    """Each draft gets the same prompts and seeds in a round and is first in turn; none twice."""
+    """In a round all drafts get the same prompts and seeds; each is first in one of the rounds."""
     drafts = ["suffix", "ngram", "suffix", OFF]
-    with faking(speculating(), maker="forerun") as fake:
+    with faking(speculating(), owner="forerun") as fake:
         report = measure(fake, drafts=drafts, depth=3, requests=[2], repeats=3, tokens=4)
     found = [(r.draft, r.depth, r.same) for r in report.results]
     assert found == [(OFF, None, True), ("suffix", 3, True), ("ngram", 3, True)]
     assert (report.results[1].accepted_length, report.results[1].acceptance) == (12 / 5, 6 / 9)
     assert report.results[0].times_plain == 1.0 and report.results[1].interval is not None
     seeds = defaultdict(list)
-    for body in fake.asked[1:]:
+    for body in fake.bodies[1:]:
         assert body["prompt"] == f"prompt {body['seed']}" and body["ignore_eos"]
         draft = body["speculative"]["draft"] if body["speculative"] else OFF
         seeds[draft, body["max_tokens"]].append(body["seed"])
-    counted = sorted(range(1, 3 + 3 * 2 * EACH))  # two warm up; three rounds of two clients
+    counted = sorted(range(1, 3 + 3 * 2 * PER_CLIENT))  # two warm up; three rounds of two clients
     assert all(sorted(seeds[draft, 4]) == counted for draft in (OFF, "suffix", "ngram"))
     assert sorted(seeds[OFF, 1]) == counted[2:] and len(seeds) == 4  # prefill before each round
-    rounds = [fake.asked[7 + i * 4 * 2 * EACH :][: 4 * 2 * EACH] for i in range(3)]
-    firsts = [requests[2 * EACH]["speculative"] for requests in rounds]
+    rounds = [fake.bodies[7 + i * 4 * 2 * PER_CLIENT :][: 4 * 2 * PER_CLIENT] for i in range(3)]
+    firsts = [requests[2 * PER_CLIENT]["speculative"] for requests in rounds]
     assert firsts == [False, {"draft": "suffix", "depth": 3}, {"draft": "ngram", "depth": 3}]
 
 
-def test_a_different_output_is_seen() -> None:
-    with faking(speculating(wrong="suffix"), maker="forerun") as fake:
+def test_a_different_output_is_reported() -> None:
+    with faking(speculating(wrong="suffix"), owner="forerun") as fake:
         found = {r.draft: r for r in measure(fake, drafts=["suffix", "ngram"]).results}
     assert (found["suffix"].same, found["suffix"].first_difference) == (False, 2)
     assert (found["ngram"].same, found["ngram"].first_difference) == (True, None)
@@ -208,38 +208,38 @@ def test_repeated_prompts_are_reported() -> None:
 
 
 def test_vllms_counters_replace_missing_statistics() -> None:
-    """The difference over each counted run, summed over engines; similar names do not count."""
+    """They are differences over a counted run, summed over engines; similar names do not count."""
 
     def behave(handler: Handler, body: dict[str, Any]) -> None:
-        n = len(handler.fake.asked)
+        n = len(handler.fake.bodies)
         name = "vllm:spec_decode_num"
         lines = [f'{name}_drafts_total{{engine="{e}"}} {n}.0' for e in (0, 1)]
         lines += [f"{name}_draft_tokens_total {8 * n}", "# HELP x", f"{name}_drafts_created 9"]
         lines += [f'{name}_accepted_tokens_total{{engine="0"}} {float(n * n)}']
         handler.fake.pages["/metrics"] = (200, "\n".join(lines))
-        good(handler, body)
+        respond(handler, body)
 
-    with faking(behave, maker="vllm") as fake:
+    with faking(behave, owner="vllm") as fake:
         (found,) = measure(fake).results
     assert (found.accepted_length, found.acceptance) == (1 + (25 - 4) / 6, (25 - 4) / 24)
-    assert fake.asked[0]["return_token_ids"] and "speculative" not in fake.asked[0]
+    assert fake.bodies[0]["return_token_ids"] and "speculative" not in fake.bodies[0]
 
 
-def test_a_run_in_seconds_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_limited_in_seconds_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("forerun.bench.serve.time.perf_counter", lambda: clock[0])
 
     def tick(handler: Handler, body: dict[str, Any]) -> None:
         clock[0] += 1.0
-        good(handler, body)
+        respond(handler, body)
 
     with faking(tick) as fake:
         report = measure(fake, seconds=4.5)
-    assert report.results[0].finished == 5 and len(fake.asked) == 1 + 1 + 5
+    assert report.results[0].finished == 5 and len(fake.bodies) == 1 + 1 + 5
 
 
 def ping(handler: Handler) -> None:
-    """Send comments, which keep a connection alive, until the client is gone."""
+    """Send comments, which keep a connection alive, until the client disconnects."""
     handler.begin()
     try:
         while not handler.fake.released.wait(0.01):
@@ -263,7 +263,7 @@ MISBEHAVIOUR: list[tuple[Any, str]] = [
     (lambda h, b: h.stream(), "ended before the answer did"),
     (lambda h, b: h.stream(*[chunk("a")] * 40, END), "continues after 5 tokens"),
     (lambda h, b: h.stream("x" * (2 << 20)), "exceeded the 1048576 byte limit"),
-    (lambda h, b: (h.stream(), h.fake.released.wait(PATIENCE)), "nothing came for 1 s"),
+    (lambda h, b: (h.stream(), h.fake.released.wait(TIMEOUT)), "nothing came for 1 s"),
     (lambda h, b: ping(h), "nothing came for 1 s"),
     (lambda h, b: setattr(h, "close_connection", True), "disconnected"),
 ]
@@ -271,21 +271,22 @@ MISBEHAVIOUR: list[tuple[Any, str]] = [
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("behaviour", "message"), MISBEHAVIOUR, ids=lambda x: str(x)[:24])
-def test_a_misbehaving_server(behaviour: Any, message: str) -> None:
-    """One line before anything is measured; later the same as a failed request."""
-    patience = 1.0 if "for 1 s" in message else PATIENCE
+def test_a_misbehaving_server_gives_one_line(behaviour: Any, message: str) -> None:
+    """Before the measurement it is an error of one line, later a failed request."""
+    timeout = 1.0 if "for 1 s" in message else TIMEOUT
     with faking(behaviour) as fake, pytest.raises(ForerunError) as caught:
-        measure(fake, timeout=patience)
+        measure(fake, timeout=timeout)
     shown = str(caught.value)
     assert message in shown and fake.url in shown and shown.isprintable()
 
     def sometimes(handler: Handler, body: dict[str, Any]) -> None:
-        (behaviour if len(handler.fake.asked) == 4 else good)(handler, body)
+        (behaviour if len(handler.fake.bodies) == 4 else respond)(handler, body)
 
     with faking(sometimes) as fake:
-        report = measure(fake, timeout=patience)
+        report = measure(fake, timeout=timeout)
     (error,) = report.results[0].errors
-    assert message in error and report.results[0].finished == EACH - 1 and report.stopped is None
+    assert message in error and report.stopped is None
+    assert report.results[0].finished == PER_CLIENT - 1
 
 
 @pytest.mark.parametrize(
@@ -301,31 +302,31 @@ def test_a_misbehaving_server(behaviour: Any, message: str) -> None:
         ((200, '{"data": [{"id": "one"}, {"id": "two"}]}'), "give --model, one, two"),
     ],
 )
-def test_no_openai_api(page: tuple[int, str], message: str) -> None:
+def test_a_server_without_the_openai_api_is_refused(page: tuple[int, str], message: str) -> None:
     with faking(pages={"/v1/models": page}) as fake, pytest.raises(ConfigError) as caught:
         measure(fake)
     assert message in str(caught.value) and fake.url in str(caught.value)
 
 
-def test_models_keys_and_drafts() -> None:
+def test_models_keys_and_drafts_are_checked_first() -> None:
     with faking(models=["one", "two"]) as fake:
         with pytest.raises(ConfigError, match="no model 'three': it has one, two"):
             measure_serving(ServePlan(endpoint=Endpoint(fake.url, "three")), PROMPTS)
         endpoint = Endpoint(fake.url, "two", key="s3cret")
         measure_serving(ServePlan(endpoint=endpoint, requests=[1], repeats=1), PROMPTS)
-        assert {body["model"] for body in fake.asked} == {"two"}
+        assert {body["model"] for body in fake.bodies} == {"two"}
         assert fake.keys[-1] == "Bearer s3cret"
         with pytest.raises(ConfigError, match="several models"):
             measure(fake)
     with faking() as fake, pytest.raises(ConfigError, match="not a forerun server"):
         measure(fake, drafts=["suffix"])
-    with faking(maker="forerun") as fake, pytest.raises(ConfigError, match="did you mean 'suffix'"):
+    with faking(owner="forerun") as fake, pytest.raises(ConfigError, match="did you mean 'suffix'"):
         measure(fake, drafts=["sufix"])
     with pytest.raises(ForerunError, match=r"does not answer .*: is the server running"):
         measure(fake)
 
 
-def test_an_invalid_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "nonsense://x")
     with pytest.raises(ConfigError, match=r"nonsense.*: check HTTP_PROXY"):
         measure_serving(ServePlan(endpoint=Endpoint("http://127.0.0.1:1")), PROMPTS)
@@ -335,41 +336,41 @@ def dying(after: int) -> Any:
     """Behave well for some requests, then refuse everything."""
 
     def behave(handler: Handler, body: dict[str, Any]) -> None:
-        handler.fake.dead = len(handler.fake.asked) > after
-        (handler.reply(500, "") if handler.fake.dead else good(handler, body))
+        handler.fake.is_dead = len(handler.fake.bodies) > after
+        (handler.reply(500, "") if handler.fake.is_dead else respond(handler, body))
 
     return behave
 
 
 @pytest.mark.parametrize("clients", [1, 4])
 def test_results_before_the_server_died_are_kept(clients: int) -> None:
-    with faking(dying(1 + clients + clients * EACH)) as fake:
+    with faking(dying(1 + clients + clients * PER_CLIENT)) as fake:
         report = measure(fake, requests=[clients], repeats=3)
-    assert report.stopped and GONE in report.stopped
-    assert report.results[0].rounds == 1 and report.results[0].finished == clients * EACH
+    assert report.stopped and SERVER_LOST in report.stopped
+    assert report.results[0].rounds == 1 and report.results[0].finished == clients * PER_CLIENT
 
-    def last(handler: Handler, body: dict[str, Any]) -> None:
-        handler.fake.dead = len(handler.fake.asked) == 1 + 1 + EACH
-        good(handler, body)
+    def die_after_the_last(handler: Handler, body: dict[str, Any]) -> None:
+        handler.fake.is_dead = len(handler.fake.bodies) == 1 + 1 + PER_CLIENT
+        respond(handler, body)
 
-    with faking(last) as fake:
+    with faking(die_after_the_last) as fake:
         report = measure(fake)
     assert "does not answer" in str(report.stopped) and report.results[0].rounds == 1
 
 
-def test_a_busy_server_is_not_gone() -> None:
+def test_a_busy_server_does_not_end_the_run() -> None:
     """One client is answered only after the other was refused three times."""
     refused = threading.Semaphore(0)
 
     def busy(handler: Handler, body: dict[str, Any]) -> None:
-        place = handler.fake.asked.index(body) - 3  # one alone, two to warm up, then six
-        if place == 0:
-            assert all(refused.acquire(timeout=PATIENCE) for _ in range(3))
-        if place in (1, 2, 3):
+        number = handler.fake.bodies.index(body) - 3  # one alone, two to warm up, then six
+        if number == 0:
+            assert all(refused.acquire(timeout=TIMEOUT) for _ in range(3))
+        if number in (1, 2, 3):
             handler.reply(429, "busy")
             refused.release()
         else:
-            good(handler, body)
+            respond(handler, body)
 
     with faking(busy) as fake:
         report = measure(fake, requests=[2])
@@ -409,7 +410,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return lambda *args: run(monkeypatch, capsys, "bench", "serve", *args)
 
 
-def test_our_own_server(bench, tmp_path: Path) -> None:
+def test_bench_serve_on_a_forerun_server(bench, tmp_path: Path) -> None:
     """Drafts on a real server give the same output; without the key there is one line."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text("replaced")
@@ -428,7 +429,7 @@ def test_our_own_server(bench, tmp_path: Path) -> None:
         plain, drafted = report["results"][:2]
         assert plain["accepted_length"] == 1.0 and drafted["accepted_length"] >= 1.0
         assert plain["acceptance"] is None and 0.5 < plain["cached"] <= 1
-        assert all(r["finished"] == r["requests"] * EACH for r in report["results"])
+        assert all(r["finished"] == r["requests"] * PER_CLIENT for r in report["results"])
         written = [json.loads(line) for line in lines.read_text().splitlines()]
         assert [w["requests"] for w in written] == [1, 1, 2, 2]
         assert all(w["url"] == server.url for w in written) and list(tmp_path.iterdir()) == [lines]
@@ -438,19 +439,19 @@ def test_our_own_server(bench, tmp_path: Path) -> None:
         assert out.split()[:3] == ["at", "once", "tokens/s"] and "another --seed" in out
 
 
-def test_failures_and_partial_results_of_the_verb(bench, tmp_path: Path) -> None:
+def test_bench_serve_prints_failures_and_partial_results(bench, tmp_path: Path) -> None:
     def sometimes(handler: Handler, body: dict[str, Any]) -> None:
-        is_fourth = len(handler.fake.asked) == 4
-        handler.reply(429, '{"error": "busy"}') if is_fourth else good(handler, body)
+        is_fourth = len(handler.fake.bodies) == 4
+        handler.reply(429, '{"error": "busy"}') if is_fourth else respond(handler, body)
 
     flags = ["--requests", "1", "--tokens", "5"]
     with faking(sometimes) as fake:
         code, out, _ = bench(fake.url, *flags, "--repeats", "1")
     assert code == 0 and "requests, 1 at once: 1 failed: 429 busy" in out
-    with faking(dying(1 + 1 + EACH)) as fake:
+    with faking(dying(1 + 1 + PER_CLIENT)) as fake:
         code, out, err = bench(fake.url, *flags, "--out", str(tmp_path / "x.jsonl"))
-    assert code == 1 and out.startswith("at once") and GONE in err.splitlines()[-1]
-    assert GONE in json.loads((tmp_path / "x.jsonl").read_text())["stopped"]
+    assert code == 1 and out.startswith("at once") and SERVER_LOST in err.splitlines()[-1]
+    assert SERVER_LOST in json.loads((tmp_path / "x.jsonl").read_text())["stopped"]
 
 
 @pytest.mark.parametrize(
@@ -473,14 +474,14 @@ def test_bad_input_is_one_line(bench, args: list[str], message: str) -> None:
     assert err.splitlines()[-1].startswith("forerun: ")
 
 
-def test_without_the_extra(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "forerun.bench.endpoint")
     monkeypatch.setitem(sys.modules, "httpx2", None)
     code, _, err = bench("http://a")
     assert code == 1 and err == "forerun: this needs httpx2: pip install 'forerun[bench]'\n"
 
 
-def test_the_client_needs_no_torch() -> None:
+def test_the_client_does_not_import_torch() -> None:
     code = "import forerun.bench.serve, sys; print('torch' in sys.modules)"
     done = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert done.strip() == "False"
@@ -491,13 +492,13 @@ def test_ctrl_c_prints_what_was_measured() -> None:
     second = threading.Event()
 
     def slow(handler: Handler, body: dict[str, Any]) -> None:
-        if len(handler.fake.asked) <= 1 + 1 + EACH:
-            good(handler, body)
+        if len(handler.fake.bodies) <= 1 + 1 + PER_CLIENT:
+            respond(handler, body)
             return
         handler.begin()
         handler.send(chunk("a"))
         second.set()
-        handler.fake.released.wait(PATIENCE)
+        handler.fake.released.wait(TIMEOUT)
 
     with faking(slow) as fake:
         command = [sys.executable, "-m", "forerun", "bench", "serve", fake.url]
@@ -508,9 +509,9 @@ def test_ctrl_c_prints_what_was_measured() -> None:
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        assert second.wait(PATIENCE)
+        assert second.wait(TIMEOUT)
         done.send_signal(signal.SIGINT)
-        out, err = done.communicate(timeout=PATIENCE / 2)
+        out, err = done.communicate(timeout=TIMEOUT / 2)
     report = json.loads(out)
     assert done.returncode == 130 and len(err.splitlines()) == 1
     assert err.startswith("forerun: interrupted; ")

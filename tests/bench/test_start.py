@@ -11,7 +11,7 @@ from tests import tiny
 
 
 @pytest.mark.one_in(0)
-def test_a_text_and_a_server() -> None:
+def test_generate_and_serve_are_timed() -> None:
     options = ["--model", str(tiny.spoken()), "--kv-tokens", "256"]
     generate, serve = measure_starts([this_command()], options, 1)
     assert (generate.verb, serve.verb, generate.ready) == ("generate", "serve", None)
@@ -20,12 +20,12 @@ def test_a_text_and_a_server() -> None:
 
 
 def test_commands_take_turns_and_the_first_round_does_not_count(monkeypatch) -> None:
-    asked: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     def fake(verb: str):
         def run(command: str, options: list[str]) -> Start:
-            asked.append((command, verb))
-            seconds = [100.0, 1.0, 5.0, 3.0][asked.count((command, verb)) - 1]
+            calls.append((command, verb))
+            seconds = [100.0, 1.0, 5.0, 3.0][calls.count((command, verb)) - 1]
             return Start(command, verb, None, seconds, 7)
 
         return run
@@ -34,7 +34,7 @@ def test_commands_take_turns_and_the_first_round_does_not_count(monkeypatch) -> 
     monkeypatch.setattr(start, "start_serve", fake("serve"))
     found = measure_starts(["a", "b"], [], 3)
     cases = [("a", "generate"), ("a", "serve"), ("b", "generate"), ("b", "serve")]
-    assert asked == cases * 4
+    assert calls == cases * 4
     assert [(s.command, s.verb) for s in found] == cases
     assert {(s.first, s.memory) for s in found} == {(3.0, 7)}
 
@@ -48,7 +48,7 @@ def test_commands_take_turns_and_the_first_round_does_not_count(monkeypatch) -> 
     ],
 )
 @pytest.mark.parametrize("verb", [start.start_generate, start.start_serve])
-def test_a_command_that_fails_is_one_line(command, error, message, verb) -> None:
+def test_a_command_that_fails_gives_one_line(command, error, message, verb) -> None:
     with pytest.raises(error, match=message) as caught:
         verb(command, [])
     assert "\n" not in str(caught.value)

@@ -1,5 +1,5 @@
-"""Fixtures shared with the bench verbs."""
+"""Fixtures shared with the tests of `forerun bench`."""
 
-from tests.bench.conftest import own_cache, steady
+from tests.bench.conftest import fixed_bandwidth, own_cache
 
-__all__ = ["own_cache", "steady"]
+__all__ = ["fixed_bandwidth", "own_cache"]

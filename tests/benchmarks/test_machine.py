@@ -1,4 +1,4 @@
-"""Kernels, roofline and energy: arithmetic on fixed limits and counters, byte counts by hand."""
+"""Kernels, roofline and energy with fixed limits and counters, and byte counts by hand."""
 
 import ctypes
 import json
@@ -37,9 +37,9 @@ HEAD = 64 * 32
 
 
 @needs_native
-@pytest.mark.usefixtures("steady")
+@pytest.mark.usefixtures("fixed_bandwidth")
 def test_kernel_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ratios are to one row and to the bandwidth, even if one row was not asked for."""
+    """One row is measured for the ratios even if it was not requested."""
     small = ["--inputs", "128", "--outputs", "96", "--megabytes", "1", "--repeats", "2"]
     kernels_main([*small, "--threads", "1", "--rows", "1,3", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -60,7 +60,7 @@ def test_kernel_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 @needs_native
 @pytest.mark.parametrize("form", native.FORMATS)
 def test_layers_are_distinct_copies(form: str) -> None:
-    """Otherwise the caches would be measured."""
+    """The same copy would stay in the processor's caches, and their speed would be measured."""
     native.start(1)
     torch.manual_seed(1)
     layers = Layers(torch.randn(96, 128), form, 200_000)
@@ -73,7 +73,7 @@ def test_layers_are_distinct_copies(form: str) -> None:
     assert all(np.array_equal(scale, layers.packed.scale) for scale in layers._scales)
 
 
-def test_demand_by_hand() -> None:
+def test_demand_equals_hand_computed_bytes_and_operations() -> None:
     rows, context = 5, 20
     llama = tiny.decoder(tiny.family("llama"), torch.float32)
     demand = demand_of(llama, rows, context)
@@ -101,7 +101,7 @@ def test_demand_by_hand() -> None:
 
 
 @needs_native
-def test_weights_are_those_that_a_pass_reads() -> None:
+def test_demanded_weights_are_those_that_a_forward_pass_reads() -> None:
     models = [tiny.decoder(tiny.family(name), torch.float32) for name in tiny.FAMILIES]
     native.start(1)
     path = gguf_files.written("qwen2", "q4_k_m").path
@@ -117,8 +117,8 @@ def test_weights_are_those_that_a_pass_reads() -> None:
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "qwen3_5_moe", "minimax_text", "gemma3n", "deepseek_v3"]
 )
-def test_weights_of_further_families(name: str, kernels: str) -> None:
-    """Of experts those that independent tokens use; a recurrent state is read and written."""
+def test_demanded_weights_of_mixture_and_recurrent_families(name: str, kernels: str) -> None:
+    """Experts count if independent tokens use them; a recurrent state is read and written."""
     path = tiny.family(name)
     if kernels == "native":
         native.start(1)
@@ -134,7 +134,7 @@ def test_weights_of_further_families(name: str, kernels: str) -> None:
 
 
 class FixedLimits:
-    """Known GB/s and billions of operations per second."""
+    """Limits with a given bandwidth (GB/s) and peak (billions of operations per second)."""
 
     def __init__(self, bandwidth: float | None, peak: float) -> None:
         self._bandwidth, self._peak = bandwidth, peak
@@ -148,7 +148,7 @@ class FixedLimits:
 
 
 @pytest.mark.parametrize(
-    ("limits", "binds", "says"),
+    ("limits", "binds", "text"),
     [
         ((0.25, 1.0), ["memory", "arithmetic"], "below"),
         ((1e-6, 1e6), ["memory", "memory"], "almost free"),
@@ -156,26 +156,26 @@ class FixedLimits:
         ((None, 1.0), [None, None], "unknown without the memory bandwidth"),
     ],
 )
-def test_bounds_of_passes(limits, binds, says, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of n rows takes n milliseconds here."""
+def test_bounds_of_forward_passes(limits, binds, text, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass of n rows takes n milliseconds here."""
     monkeypatch.setattr(roofline, "CpuLimits", lambda *_: FixedLimits(*limits))
     monkeypatch.setattr(roofline, "pass_seconds", lambda runner, count: count * 1e-3)
     options = {"model": str(tiny.family("llama")), "kernels": "torch"}
     report = measure_roofline(options, [2, 8], context=20, repeats=3)
-    assert [p.binds for p in report.passes] == binds and says in conclusion(report)
+    assert [p.binds for p in report.passes] == binds and text in conclusion(report)
     for p in report.passes:
         assert p.pass_ms == pytest.approx(p.rows) and p.times_one_row == pytest.approx(p.rows)
         assert p.arithmetic_ms == pytest.approx(p.operations["float32"] / limits[1] / 1e6)
         if limits[0]:
             assert p.memory_ms == pytest.approx(p.moved / limits[0] / 1e6)
             assert p.share == pytest.approx(max(p.memory_ms, p.arithmetic_ms) / p.rows)
-    if says == "below":
+    if text == "below":
         assert 2 < report.balance <= 8
     json.dumps(asdict(report))
     roofline.show(report)
 
 
-def test_formats_have_their_own_peaks() -> None:
+def test_every_format_has_its_own_peak() -> None:
     work = {"int8": 6_000_000_000, "float32": 1_000_000_000}
     demand = Demand({"head": 100, "activations": 900}, work)
     memory, arithmetic = roofline.bounds(demand, 10.0, {"int8": 100.0, "float32": 50.0})
@@ -183,7 +183,7 @@ def test_formats_have_their_own_peaks() -> None:
 
 
 @needs_native
-def test_a_roofline_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_roofline_command_measures_forward_passes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", str(tiny.family("llama")), "--rows", "1,2", "--repeats", "1"]
     roofline.main([*words, "--context", "8", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -194,8 +194,9 @@ def test_a_roofline_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_joules_per_token(pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A package with 10 W idle, 30 W plain and 20 W drafting, which is twice as fast."""
-    package, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), Clock()
+    """The package takes 10 W idle, 30 W plain and 20 W drafting, which is twice as fast."""
+    package = zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    clock = Clock()
 
     def spend(seconds: float, watts: float = 10.0) -> None:
         clock.now += seconds

@@ -1,6 +1,6 @@
-"""Other engines: fair rounds, one line for whatever fails, their workers' loops and file formats.
+"""Comparison with other engines: rounds, failures in one line, the workers and their file formats.
 
-Most workers here are scripts that speak the protocol and run nothing; transformers runs for real.
+Most workers here are scripts that implement the protocol without a model; transformers really runs.
 """
 
 import json
@@ -27,38 +27,38 @@ from forerun.kernels import native
 from forerun.measure import run as timing
 from forerun.measure.run import Work
 from tests.bench.fake_openai import Handler, chunk, faking, usage
-from tests.bench.test_decode import PARAMS, TWO, FakeEngine
+from tests.bench.test_decode import PARAMS, TWO_REQUESTS, FakeEngine
 
 pytestmark = [
-    pytest.mark.usefixtures("steady"),
+    pytest.mark.usefixtures("fixed_bandwidth"),
     pytest.mark.skipif(native.library() is None, reason="no native kernels"),
 ]
-FAKE = """
+PROTOCOL = """
 import json, sys
-def say(answer):
+def send(answer):
     print(json.dumps(answer), flush=True)
 def ready():
-    say({"ready": {"version": "9.9", "plain": 4, "speculative": 1, "depths": True}})
+    send({"ready": {"version": "9.9", "plain": 4, "speculative": 1, "depths": True}})
 def answer(request, speed=100.0):
     outputs = [[p[0] + i for i in range(request["tokens"])] for p in request["prompts"]]
-    say({"outputs": outputs, "decode_tokens": speed, "decode_seconds": 1.0,
-         "prefill_seconds": 1.0, "steps": sum(map(len, outputs)) // (1 + request["depth"])})
+    send({"outputs": outputs, "decode_tokens": speed, "decode_seconds": 1.0,
+          "prefill_seconds": 1.0, "steps": sum(map(len, outputs)) // (1 + request["depth"])})
 """
-WORKS = """
+WORKING = """
 ready()
 for line in sys.stdin:
     request = json.loads(line)
     answer(request, 100.0 * (1 + request["depth"]))
 """
-BROKEN = [
+BROKEN_WORKERS = [
     ("sys.exit('no such model')", "ended with code 1: no such model"),
     ("ready()\ninput()\nsys.exit(7)", "ended with code 7"),
     ("ready()\ninput()\ninput()\ninput()", "no answer within 1 seconds: see --timeout"),
     ("print('Loading weights')", "gave 'Loading weights', which is no answer"),
-    ("say({'hello': 1})", "which is no answer"),
-    ("ready()\ninput()\nsay({'outputs': [[1]]})", "which is no answer"),
+    ("send({'hello': 1})", "which is no answer"),
+    ("ready()\ninput()\nsend({'outputs': [[1]]})", "which is no answer"),
     ("import no_such_engine", "No module named 'no_such_engine': run PYTHON -m pip install fake"),
-    ("say({'error': 'ValueError: too large'})", "ValueError: too large"),
+    ("send({'error': 'ValueError: too large'})", "ValueError: too large"),
     ("ready()\nr = json.loads(input())\nr['tokens'] -= 1\nanswer(r)\ninput()", "instead of 8 each"),
 ]
 
@@ -67,14 +67,14 @@ BROKEN = [
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
     """Replace an engine's script; return the entry for --peers."""
 
-    def put(name: str, text: str) -> str:
+    def replace_script(name: str, text: str) -> str:
         script = tmp_path / f"{name}.py"
-        script.write_text(FAKE + text)
+        script.write_text(PROTOCOL + text)
         formats = ("bfloat16", "int8", STORED)
         monkeypatch.setitem(module.KINDS, name, Kind(str(script), "fake", formats))
         return f"{name}={sys.executable}"
 
-    return put
+    return replace_script
 
 
 @pytest.fixture
@@ -97,21 +97,21 @@ def peers(pair: Pair, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
-    """All workers that are started."""
+    """Return the list of workers that are started, in order."""
     workers: list[Worker] = []
     begin = Worker.__init__
 
-    def note(self: Worker, *args: Any) -> None:
+    def record_start(self: Worker, *args: Any) -> None:
         workers.append(self)
         begin(self, *args)
 
-    monkeypatch.setattr(Worker, "__init__", note)
+    monkeypatch.setattr(Worker, "__init__", record_start)
     return workers
 
 
-def test_a_report(peers, fake, started: list[Worker]) -> None:
-    """A row for each engine, format and concurrency; a peer that cannot draft for two does not."""
-    entry = fake("llama.cpp", WORKS)
+def test_rows_of_a_report(peers, fake, started: list[Worker]) -> None:
+    """A peer that cannot draft for two requests has no speculative speed for them."""
+    entry = fake("llama.cpp", WORKING)
     flags = ["--formats", "int8,bfloat16,int4", "--requests", "1,2", "--depths", "auto,1,3"]
     code, out, _ = peers("--peers", entry, *flags, "--repeats", "2", "--json")
     report = json.loads(out)
@@ -133,7 +133,7 @@ def test_a_report(peers, fake, started: list[Worker]) -> None:
 
 
 def test_one_engine_is_loaded_at_a_time(peers, fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever one is loaded, the one before has been closed; the report is the usual one."""
+    """With --alone, an engine is closed before the next one is loaded; the report is the same."""
     loaded: list[str] = []
     closed: list[str] = []
     load, close = Worker.load, Worker.close
@@ -163,16 +163,16 @@ def test_one_engine_is_loaded_at_a_time(peers, fake, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Worker, "close", note_close)
     monkeypatch.setattr(module.Ours, "__init__", note_made)
     monkeypatch.setattr(module.Ours, "close", note_closed)
-    code, out, _ = peers("--peers", fake("llama.cpp", WORKS), "--alone", "--json")
+    code, out, _ = peers("--peers", fake("llama.cpp", WORKING), "--alone", "--json")
     results = json.loads(out)["results"]
     assert code == 0 and [r["engine"] for r in results] == ["forerun", "llama.cpp"]
     assert results[1]["plain"] == 100.0 and len(loaded) > 3 and loaded == closed
 
 
-@pytest.mark.parametrize(("text", "message"), BROKEN)
-def test_a_peer_that_fails(text: str, message: str, peers, fake, started: list[Worker]) -> None:
-    """One line; the other engines go on and no process is left."""
-    entries = f"{fake('openvino', text)},{fake('llama.cpp', WORKS)}"
+@pytest.mark.parametrize(("text", "message"), BROKEN_WORKERS)
+def test_a_failing_peer(text: str, message: str, peers, fake, started: list[Worker]) -> None:
+    """The other engines go on, and no process is left."""
+    entries = f"{fake('openvino', text)},{fake('llama.cpp', WORKING)}"
     timeout = "1" if "within 1" in message else "60"
     code, out, err = peers("--peers", entries, "--timeout", timeout)
     assert code == 0 and "Traceback" not in err + out
@@ -205,7 +205,7 @@ def test_a_peer_that_fails(text: str, message: str, peers, fake, started: list[W
         (["--peers", "drafting-server=http://127.0.0.1:9"], "there is no server at"),
     ],
 )
-def test_bad_input(peers, words: list[str], message: str) -> None:
+def test_bad_input_is_refused(peers, words: list[str], message: str) -> None:
     code, out, err = peers("--peers", f"llama.cpp={sys.executable}", *words)
     assert (code, out) == (2, "") and message in err and "Traceback" not in err
 
@@ -223,7 +223,7 @@ def engine(name: str, log: list[Any], seconds: float = 1.0, fails: int = 99) -> 
 
 
 def test_rounds_are_fair() -> None:
-    """Each round runs all arms on the same prompts and starts with another; failures are final."""
+    """Each round runs all arms on the same prompts, the next arm first; failures are final."""
     log: list[Any] = []
     failures: list[dict[str, str]] = []
     engines = Engines([engine(OURS, log), engine("a", log), engine("b", log, fails=3)], failures)
@@ -239,8 +239,8 @@ def test_rounds_are_fair() -> None:
     assert list(runs) == arms[:5] and all(len(outcomes) == 3 for outcomes in runs.values())
 
 
-def test_prefill_is_timed_in_turn() -> None:
-    """No two prompts of an engine start alike."""
+def test_prefill_rounds_use_different_prompts() -> None:
+    """No two prompts of an engine have the same beginning, so no cache can help."""
     log: list[Any] = []
     engines = Engines([engine(OURS, log, 1.0), engine("a", log, 2.0)], [])
     plan = Plan(Path("x"), "off", None, {}, [], repeats=3, prefill=[10, 4])
@@ -252,7 +252,7 @@ def test_prefill_is_timed_in_turn() -> None:
     assert prompts == [prompt for name, _, prompt, _ in log if name == OURS]
 
 
-def test_rows_by_hand() -> None:
+def test_rows_are_summarized_from_outcomes() -> None:
     def outcomes(*speeds: float, output: list[int]) -> list[Outcome]:
         return [Outcome(speed, [output], 2.0) for speed in speeds]
 
@@ -271,8 +271,8 @@ def test_rows_by_hand() -> None:
 
 
 @pytest.mark.one_in(0)
-def test_transformers_for_real(peers, pair: Pair) -> None:
-    """In float32 its output is ours: plain, assisted, and with prompt lookup."""
+def test_transformers_as_a_peer_gives_our_output(peers, pair: Pair) -> None:
+    """The outputs are equal in float32: plain, assisted, and with prompt lookup."""
     flags = ["--formats", "float32", "--draft-format", "bfloat16", "--tokens", "12", "--json"]
     entry = f"transformers={sys.executable}"
     code, out, _ = peers("--peers", entry, *flags, "--depths", "3", "--requests", "1,2")
@@ -295,7 +295,7 @@ def test_a_gguf_file_runs_as_it_is_stored(pair: Pair, script, fake, peers, tmp_p
     script("write_gguf").convert(pair.directory / "target", "int8", path)
     (tmp_path / "prompts.json").write_bytes((pair.directory / "prompts.json").read_bytes())
     check = "options = json.loads(sys.argv[1])\nassert options['lookup'], options\n"
-    entries = f"{fake('llama.cpp', check + WORKS)},transformers={sys.executable}"
+    entries = f"{fake('llama.cpp', check + WORKING)},transformers={sys.executable}"
     flags = ["--model", str(path), "--draft", "lookup", "--formats", ""]
     code, out, _ = peers("--peers", entries, *flags, "--json")
     report = json.loads(out)
@@ -307,7 +307,7 @@ def test_a_gguf_file_runs_as_it_is_stored(pair: Pair, script, fake, peers, tmp_p
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a worker's module, and forget it afterwards."""
+    """Import a worker's module, and remove it from sys.modules afterwards."""
     monkeypatch.syspath_prepend(str(WORKERS))
     before = set(sys.modules)
     yield __import__
@@ -316,12 +316,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
             del sys.modules[name]
 
 
-def test_workers_time_what_forerun_times(script, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_engine = FakeEngine(monkeypatch, TWO)
+def test_workers_time_the_same_window_as_forerun(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engine = FakeEngine(monkeypatch, TWO_REQUESTS)
     expected = timing.timed_run(fake_engine, [Work([7]), Work([8])], PARAMS, timing.PLAIN).speed
     watch = script("worker").Watch(2)
     now = 0.0
-    for seconds, counts in TWO:
+    for seconds, counts in TWO_REQUESTS:
         now += seconds
         watch.step(counts, now)
     answer = watch.answer([[], []])
@@ -329,7 +329,7 @@ def test_workers_time_what_forerun_times(script, monkeypatch: pytest.MonkeyPatch
 
 
 class FakeModel:
-    """Stands for llama.cpp's model: the next token is a function of the text.
+    """Replacement for llama.cpp's model whose next token is a function of the text.
 
     `wrong` of eight texts are continued wrongly, so that a draft model is right sometimes.
     """
@@ -359,19 +359,19 @@ class FakeModel:
         del self.texts[sequence][length:]
 
 
-class Refrain(FakeModel):
-    """Repeats what it produced twelve tokens ago, with an exception now and then."""
+class RepeatingModel(FakeModel):
+    """Model that repeats the token of twelve positions ago, with a few exceptions."""
 
     def after(self, text: list[int]) -> int:
         return 500 + len(text) if len(text) % 17 == 0 or len(text) < 12 else text[-12]
 
 
 @pytest.mark.parametrize("wrong", [0, 3, 8, None])
-def test_the_loops_of_llama_cpp(wrong: int | None, script, monkeypatch) -> None:
-    """Whatever the draft (None: lookup), the output is the target's; each row is read once."""
+def test_the_llama_cpp_worker_is_lossless(wrong: int | None, script, monkeypatch) -> None:
+    """This holds for every draft model and for lookup (None); each row is processed once."""
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     worker = object.__new__(script("with_llama_cpp").LlamaCpp)
-    worker.target = FakeModel() if wrong is not None else Refrain()
+    worker.target = FakeModel() if wrong is not None else RepeatingModel()
     worker.drafter = None if wrong is None else FakeModel(wrong)
     prompts = [[1, 2, 3], [4, 5], [6]]
     plain = worker.run(0, prompts, 60)
@@ -387,8 +387,8 @@ def test_the_loops_of_llama_cpp(wrong: int | None, script, monkeypatch) -> None:
             assert answer["steps"] == 180
 
 
-def test_steps_of_vllm(script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request gets its tokens, whatever their order; a depth is an engine of its own."""
+def test_steps_of_the_vllm_worker(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of outputs does not matter; every depth has its own engine."""
     loaded: list[dict[str, Any]] = []
 
     class FakeVllm:
@@ -438,8 +438,8 @@ def test_steps_of_vllm(script, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_the_ngram_cache(script) -> None:
-    """The longest n-gram that was seen often enough decides, if its continuation is clear."""
+def test_the_ngram_cache_drafts_likely_continuations(script) -> None:
+    """The longest n-gram that was seen often enough decides, if one continuation is likely."""
 
     def draft(text: list[int], most: int = 3) -> list[int]:
         cache = script("ngram_cache").NgramCache()
@@ -483,8 +483,8 @@ def test_int8_checkpoints_for_vllm(script, tmp_path: Path, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
-def test_gguf(form: str, script, tmp_path: Path, pair: Pair) -> None:
-    """Every tensor is there under llama.cpp's name, in the requested format, close to its value."""
+def test_written_gguf_files_hold_all_tensors(form: str, script, tmp_path: Path, pair: Pair) -> None:
+    """They have llama.cpp's names and the requested format, and are close to the originals."""
     gguf = pytest.importorskip("gguf")
     target = pair.directory / "target"
     script("write_gguf").convert(target, form, tmp_path / "m.gguf")
@@ -506,7 +506,7 @@ def test_gguf(form: str, script, tmp_path: Path, pair: Pair) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_gguf_interleaves_heads(script) -> None:
+def test_written_gguf_files_interleave_heads(script) -> None:
     """Rotating halves (Hugging Face) or neighbours (llama.cpp) gives equal attention."""
     pytest.importorskip("gguf")
     interleaved = script("write_gguf").interleaved
@@ -536,7 +536,7 @@ def test_gguf_interleaves_heads(script) -> None:
     assert not np.allclose(attention(("q", "k"), halves=False), theirs)
 
 
-def test_gguf_refuses_what_it_does_not_know(script, tmp_path: Path, pair: Pair) -> None:
+def test_unsupported_models_are_not_written_as_gguf(script, tmp_path: Path, pair: Pair) -> None:
     pytest.importorskip("gguf")
     source = tmp_path / "model"
     source.mkdir()
@@ -558,7 +558,7 @@ def test_gguf_refuses_what_it_does_not_know(script, tmp_path: Path, pair: Pair) 
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
-def test_a_server(has_ids: bool) -> None:
+def test_the_server_worker_returns_ids_if_there_are_any(has_ids: bool) -> None:
     """Three chunks of six tokens, with their ids if the server gives them."""
 
     def stream(handler: Handler, body: dict[str, Any]) -> None:
@@ -576,8 +576,8 @@ def test_a_server(has_ids: bool) -> None:
             outcome = worker.run(0, [[5, 6], [7]], 6)
             assert outcome.outputs == ([[1, 2, 3, 4, 5, 6]] * 2 if has_ids else None)
             assert outcome.speed > 0
-            assert sorted(body["prompt"] for body in fake.asked) == [[5, 6], [7]]
-            sent = fake.asked[0]
+            assert sorted(body["prompt"] for body in fake.bodies) == [[5, 6], [7]]
+            sent = fake.bodies[0]
             assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 6, True)
             with pytest.raises(PeerError, match="made 6 tokens where 9 were asked for"):
                 worker.run(0, [[5]], 9)
@@ -585,7 +585,7 @@ def test_a_server(has_ids: bool) -> None:
             worker.close()
 
 
-def test_workers_have_bounded_threads_and_none_of_our_packages(monkeypatch) -> None:
+def test_workers_have_bounded_threads_and_no_pythonpath(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "here")
     environment = process._environment(3)
     assert "PYTHONPATH" not in environment and environment["OMP_NUM_THREADS"] == "3"

@@ -15,8 +15,8 @@ def line(draft: str, times: float, **more: object) -> dict:
     return base | {"interval": [times - 0.1, times + 0.1], "draft_ms": 1.5} | more
 
 
-def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Constant columns are left out; the best setting of each draft and category; a plot."""
+def test_tables_best_settings_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns with one value are left out; `--best` keeps the best setting of each category."""
     lines = [line("off", 1.0, interval=None), line("suffix", 1.2), line("suffix", 1.5, depth=4)]
     lines.append(line("suffix", 0.9, depth="auto", category="edit"))
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -32,7 +32,7 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_lines_of_a_server() -> None:
+def test_a_table_of_server_results() -> None:
     served = {"kind": "serve", "draft": None, "times_plain": None, "tokens_per_second": 5.0}
     served |= {"server": "vllm", "requests": 4, "requests_per_second": 1.0}
     rows = table([served | {"first_token_ms": {"p50": 1.0, "p95": 2.0, "p99": 3.0}}]).splitlines()
@@ -40,7 +40,7 @@ def test_lines_of_a_server() -> None:
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"kind": "sweep"}', ""])
-def test_files_without_results(tmp_path: Path, text: str) -> None:
+def test_files_without_results_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(ConfigError):
         read_lines([tmp_path / "x.jsonl"])

@@ -59,7 +59,7 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_benchmarks(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main_of(module)(["--help"])
     name = module.removesuffix(".__main__")
@@ -77,15 +77,15 @@ def test_help_of_scripts(
     assert not exit_.value.code and f"scripts/{script}.py" in capsys.readouterr().out
 
 
-def test_commands_in_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each names a benchmark and options that it has."""
+def test_benchmark_commands_in_the_documentation_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command names an existing benchmark and its options."""
     parse = argparse.ArgumentParser.parse_args
 
-    def stop(self: argparse.ArgumentParser, words: list[str]) -> None:
+    def parse_and_stop(self: argparse.ArgumentParser, words: list[str]) -> None:
         parse(self, words)
         raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     found = commands()
     assert {words[0].removeprefix("benchmarks.") for words in found} >= {
         module.removesuffix(".__main__") for module in MODULES
@@ -110,8 +110,8 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.usefixtures("steady")
-def test_compositions_and_loads(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("fixed_bandwidth")
+def test_compare_drafts_and_load_table(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model", f"{pair.directory}/target", "--prompts", f"{pair.directory}/prompts.json"]
     drafts = ["--draft", "suffix", "--draft", f"model:{pair.directory}/draft"]
     flags = [*drafts, "--drafts", "model", "suffix|model", "--tokens", "8", "--repeats", "1"]
@@ -139,8 +139,8 @@ def test_asynchronous_drafting(pair: Pair, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.one_in(0)
 @pytest.mark.default_model
 @needs_native
-def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What needs its tokenizer, weights or head."""
+def test_scripts_for_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They use its tokenizer, weights or drafter head."""
     main_of("past_answers")(["--categories", "edit", "--tokens", "2"])
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(answers) == 8 and all(answer["text"] for answer in answers)
@@ -154,7 +154,7 @@ def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.default_model
 @needs_native
-def test_python_time_is_part_of_a_step(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_share_is_part_of_a_step(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(native, "_load", native._load)  # the benchmark replaces it
     main_of("host_share")(["--requests", "2", "--tokens", "4", "--draft", "suffix"])
     lines = capsys.readouterr().out.splitlines()
@@ -166,7 +166,7 @@ def test_python_time_is_part_of_a_step(monkeypatch, capsys: pytest.CaptureFixtur
 
 @pytest.mark.default_model
 @needs_native
-def test_time_behind_evicted_caches(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cold_caches(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(native, "_load", native._load)  # the benchmark replaces it
     script = importlib.import_module("benchmarks.cold_caches")
     monkeypatch.setattr(script, "MEGABYTES", (0, 1))
@@ -178,7 +178,7 @@ def test_time_behind_evicted_caches(monkeypatch, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.default_model
-def test_passages(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_passage_retrieval(tmp_path: Path, monkeypatch, capsys) -> None:
     from forerun.cli import main as cli
 
     sources = tmp_path / "sources"
@@ -197,7 +197,7 @@ def test_passages(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 def test_cross_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer restores texts; questions that are held out are not trained on."""
+    """The tokenizer restores texts, and held-out questions are not in the training set."""
     module = importlib.import_module("benchmarks.cross_vocabulary")
     texts = ["the quick brown fox jumps over the lazy dog " * 3]
     tokenizer = module.other_tokenizer(texts, 280)
@@ -210,7 +210,7 @@ def test_cross_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not set(held_out) & {json.dumps(c) for c in conversations[module.HELD_OUT :]}
 
 
-def test_a_loaded_server_stays_exact() -> None:
+def test_a_server_under_load_gives_exact_output() -> None:
     """scripts/load.py with few streams against a real server."""
     with serving(LLM(tiny.spoken(), kv_tokens=8192, max_rows=4)) as server:
         words = [server.url, "--streams", "3", "--seconds", "1", "--json"]

@@ -1,4 +1,4 @@
-"""A home without models, and a Hub on this machine."""
+"""Fixtures: a home directory without models, and a fake Hub on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.models.homes import bare_home
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without models as working directory, with a cache for measurements."""
+    """Make an empty home the working directory, with a cache folder for measurements."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     return bare_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A Hub at which huggingface_hub is pointed, as HF_ENDPOINT does before its import."""
+    """Point huggingface_hub at a fake Hub, as HF_ENDPOINT does before its import."""
     with serving() as (fake, url):
         files = url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -30,5 +30,5 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-        monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
         yield fake

@@ -21,7 +21,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def safetensors(shapes: Shapes, dtype: str = "F16") -> bytes:
-    """A file of tensors, all zero."""
+    """Return a safetensors file whose tensors are all zero."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
@@ -33,17 +33,17 @@ def safetensors(shapes: Shapes, dtype: str = "F16") -> bytes:
 
 
 class FakeHub:
-    """Repositories by name, each with its files; `listings` replace what the API returns for
-    one."""
+    """The repositories of a fake Hub and their files; `listings` replace what the API returns for
+    a repository."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}
         self.tags: dict[str, list[str]] = {}
         self.cards: dict[str, Any] = {}
         self.listings: dict[str, Any] = {}
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.sent: dict[str, int] = {}  # bytes of each file
-        self.made: list[dict[str, Any]] = []
+        self.created: list[dict[str, Any]] = []
         self.uploaded: dict[str, dict[str, bytes]] = {}
         self.honours_ranges = True
         self.status: int | None = None
@@ -52,22 +52,24 @@ class FakeHub:
         self, name: str, config: Any, shapes: Shapes | None = None, card: Any = None, tags: Sequence[str] = (),
         **files: bytes,
     ) -> None:  # fmt: skip
-        """A repository with a configuration and, perhaps, tensors."""
-        own = {
+        """Add a repository with a configuration and, optionally, tensors."""
+        contents = {
             "config.json": json.dumps(config).encode(),
             **{k.replace("__", "."): v for k, v in files.items()},
         }
         if shapes is not None:
-            own["model.safetensors"] = safetensors(shapes)
-        self.files[name], self.tags[name], self.cards[name] = own, list(tags), card or {}
+            contents["model.safetensors"] = safetensors(shapes)
+        self.files[name] = contents
+        self.tags[name] = list(tags)
+        self.cards[name] = card or {}
 
     def is_private(self) -> bool:
-        """Whether the last created repository is private; huggingface_hub versions send different
-        fields."""
-        return self.made[-1].get("private", self.made[-1].get("visibility") == "private")
+        """Return True if the last created repository is private; the field that says so depends on
+        the version of huggingface_hub."""
+        return self.created[-1].get("private", self.created[-1].get("visibility") == "private")
 
     def describe(self, name: str) -> Any:
-        """What the API returns for a repository."""
+        """Return what the API returns for a repository."""
         if name in self.listings:
             return self.listings[name]
         siblings = [
@@ -124,7 +126,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            hub.asked.append(unquote(url.path))
+            hub.requested.append(unquote(url.path))
             parts = unquote(url.path).strip("/").split("/")
             if hub.status:
                 self.reply(b"{}", hub.status)
@@ -158,9 +160,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.missing("Entry" if name in hub.files else "Repo")
                 return
             whole, status, headers = len(content), 200, {}
-            asked = self.headers.get("Range")
-            if asked and hub.honours_ranges:
-                begin, _, end = asked.removeprefix("bytes=").partition("-")
+            byte_range = self.headers.get("Range")
+            if byte_range and hub.honours_ranges:
+                begin, _, end = byte_range.removeprefix("bytes=").partition("-")
                 content, status = content[int(begin) : int(end) + 1], 206
                 headers["Content_Range"] = f"bytes {begin}-{int(begin) + len(content) - 1}/{whole}"
             if self.command != "HEAD":
@@ -171,13 +173,13 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = unquote(urlsplit(self.path).path)
-            hub.asked.append(path)
+            hub.requested.append(path)
             if hub.status:
                 self.reply(b"{}", hub.status)
             elif path == "/api/repos/create":
-                hub.made.append(json.loads(body))
-                made = hub.made[-1]
-                url = f"{address(self)}/{made['organization']}/{made['name']}"
+                created = json.loads(body)
+                hub.created.append(created)
+                url = f"{address(self)}/{created['organization']}/{created['name']}"
                 self.reply(json.dumps({"url": url}).encode())
             elif path == "/api/validate-yaml":
                 self.reply(b'{"errors": [], "warnings": []}')
@@ -227,7 +229,7 @@ def serving() -> Iterator[tuple[FakeHub, str]]:
 def directory(
     path: Path, config: dict[str, Any], shapes: Shapes | None = None, card: str = "", **files: str
 ) -> Path:
-    """A model or drafter on disk; `files` are further texts, "." being written as "__"."""
+    """Write a model or drafter; `files` are further texts, with "__" for "." in their names."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.safetensors").write_bytes(safetensors(shapes or eagle_shapes()))
@@ -238,7 +240,7 @@ def directory(
 
 
 def target_config(**changed: Any) -> dict[str, Any]:
-    """A target of 8 layers, states of 16 and 64 tokens."""
+    """Return the configuration of a target with 8 layers, hidden size 16 and 64 tokens."""
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 8,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 32, "vocab_size": 64,
@@ -247,7 +249,7 @@ def target_config(**changed: Any) -> dict[str, Any]:
 
 
 def eagle_config(verifier: str | None = "org/Big-8B", **changed: Any) -> dict[str, Any]:
-    """An EAGLE-3 head for it, in the layout of speculators."""
+    """Return the configuration of an EAGLE-3 head for that target, in the speculators format."""
     layer = target_config(num_hidden_layers=1)
     return {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": layer,
@@ -257,7 +259,7 @@ def eagle_config(verifier: str | None = "org/Big-8B", **changed: Any) -> dict[st
 
 
 def eagle_shapes(**changed: Sequence[int] | None) -> dict[str, Sequence[int]]:
-    """Its tensors, as far as they are checked; None removes one."""
+    """Return the shapes of the tensors of that head that are checked; None removes one."""
     shapes: dict[str, Sequence[int] | None] = {
         "fc.weight": (16, 48), "lm_head.weight": (32, 16), "d2t": (32,), "layers.0.self_attn.q_proj.weight": (16, 32),
         "norm.weight": (16,),

@@ -1,4 +1,4 @@
-"""The checks before a download agree with loading: the same heads fit, the same are refused."""
+"""The checks before a download agree with loading: they accept and refuse the same heads."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ KINDS: dict[str, tuple[Save, Load]] = {
         lambda path: published.ibm().write(path),
         lambda path, target: load_mlp(path).attach(target),
     ),
-    "medusa of its authors": (
+    "medusa of the original authors": (
         lambda path: published.medusa().write(path),
         lambda path, target: load_heads(path).attach(target),
     ),
@@ -127,12 +127,14 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_fits_as_loading_says(kind: str, tmp_path: Path) -> None:
+def test_the_checks_accept_exactly_the_heads_that_load(kind: str, tmp_path: Path) -> None:
     save, load = KINDS[kind]
     save(tmp_path / "head")
     path, target = tmp_path / "head/config.json", tiny.family("llama")
-    saved, sizes = path.read_text(), sizes_of(facts_at(target, "target"))
-    view, seen = view_of(tiny.decoder(target)), set()
+    saved = path.read_text()
+    sizes = sizes_of(facts_at(target, "target"))
+    view = view_of(tiny.decoder(target))
+    seen = set()
     for change in CHANGES:
         raw = json.loads(saved)
         for name, value in change.items():

@@ -19,7 +19,7 @@ from tests.catalog.hub import FakeHub, eagle_config, eagle_shapes, target_config
 NAME = "org/Big-8B-eagle3"
 
 
-def stocked(hub: FakeHub) -> None:
+def add_repositories(hub: FakeHub) -> None:
     hub.add("org/Big-8B", target_config(), tokenizer__json=b"{}")
     others = {"README.md": b"# Head", "evil.py": b"1", "pytorch_model.bin": b"2"}
     hub.add(NAME, eagle_config(), eagle_shapes(), **others)
@@ -30,7 +30,7 @@ def test_only_needed_files_are_downloaded_and_found_offline(
 ) -> None:
     from huggingface_hub import constants
 
-    stocked(hub)
+    add_repositories(hub)
     facts = facts_of(NAME)
     target, note = target_of(facts, None)
     assert target is not None and target.name == "org/Big-8B" and not note
@@ -46,7 +46,7 @@ def test_only_needed_files_are_downloaded_and_found_offline(
     assert find_model(NAME) == place and facts_of(NAME).path == place
 
 
-def test_pickled_weights_where_there_are_no_others(hub: FakeHub) -> None:
+def test_pickled_weights_are_downloaded_if_there_are_no_others(hub: FakeHub) -> None:
     pickled = {"pytorch_model.bin": b"22", "training_args.bin": b"1"}
     hub.add(NAME, {"architectures": ["LlamaForCausalLMEagle3"]}, **pickled)
     facts = facts_of(NAME)
@@ -55,38 +55,38 @@ def test_pickled_weights_where_there_are_no_others(hub: FakeHub) -> None:
     assert facts_at(download(facts), NAME).kind.draft == "eagle3"
 
 
-def test_names_that_lead_elsewhere_are_not_written(hub: FakeHub, home: Path) -> None:
-    stocked(hub)
+def test_files_outside_the_repository_folder_are_not_written(hub: FakeHub, home: Path) -> None:
+    add_repositories(hub)
     hub.files[NAME]["../../../../escaped.json"] = b"{}"
     hub.files[NAME]["sub/escaped.json"] = b"{}"
     download(facts_of(NAME))
     assert not list(home.rglob("escaped.json"))
 
 
-def test_a_full_disk_is_noticed_before_the_download(
+def test_a_full_disk_is_reported_before_the_download(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stocked(hub)
+    add_repositories(hub)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     facts = facts_of(NAME)
     with pytest.raises(LoadError, match="make room, or set HF_HUB_CACHE"):
         download(facts)
-    assert not any("tree" in path for path in hub.asked)
+    assert not any("tree" in path for path in hub.requested)
 
 
-def test_missing_targets(hub: FakeHub) -> None:
-    stocked(hub)
+def test_targets_that_are_unnamed_or_missing(hub: FakeHub) -> None:
+    add_repositories(hub)
     hub.add("a/alone", eagle_config(None))
     hub.add("a/far", eagle_config("org/Gone"))
-    why = "it names no target: give --for TARGET to check it against one"
-    assert target_of(facts_of("a/alone"), None) == (None, why)
+    reason = "it names no target: give --for TARGET to check it against one"
+    assert target_of(facts_of("a/alone"), None) == (None, reason)
     target, note = target_of(facts_of("a/far"), None)
     assert target is None and "not checked against org/Gone" in note
     with pytest.raises(LoadError, match="no such repository"):
         target_of(facts_of("a/alone"), "org/Gone")
 
 
-def test_tokens_are_compared_where_both_are_local(
+def test_tokens_are_compared_if_both_models_are_local(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests import tiny

@@ -41,7 +41,7 @@ def by_name(drafter: Facts, target: Sizes | None = TARGET) -> dict[str, FitCheck
     return {check.name: check for check in checks(drafter, target)}
 
 
-def test_a_head_that_fits() -> None:
+def test_every_check_passes_for_a_head_that_fits() -> None:
     found = by_name(head())
     assert all(check.ok for check in found.values()) and fits(list(found.values()))
     names = ["target", "vocabulary", "hidden size", "layers", "fusion", "embedding", "forerun"]
@@ -81,14 +81,14 @@ BAD: list[tuple[Facts, str, str]] = [
 @pytest.mark.parametrize(
     ("drafter", "name", "text"), BAD, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_head_that_does_not(drafter: Facts, name: str, text: str) -> None:
+def test_a_mismatch_fails_its_check(drafter: Facts, name: str, text: str) -> None:
     found = by_name(drafter)
     assert found[name].ok is False and text in found[name].text
     assert not fits(list(found.values()))
 
 
-def test_what_cannot_be_told_is_no_fault() -> None:
-    """Made for another, which names cannot settle; pickled weights, which show nothing."""
+def test_unknown_properties_are_not_failures() -> None:
+    """Names cannot prove that a head is for another target, and pickled weights have no shapes."""
     other = by_name(head(speculators_config={"verifier": {"name_or_path": "org/Other-8B"}}))
     assert other["target"].ok is None
     assert "made for org/Other-8B" in other["target"].text
@@ -97,7 +97,7 @@ def test_what_cannot_be_told_is_no_fault() -> None:
     assert by_name(head(eagle_shapes(embed_tokens__weight=(64, 16))))["embedding"].ok
 
 
-DIALECTS: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
+FORMATS: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
     (eagle_config(), (2, 4, 5)),
     (eagle_config(eagle_aux_hidden_state_layer_ids=None), (2, 4, 5)),
     ({"architectures": ["LlamaForCausalLMEagle3"]}, (2, 4, 5)),
@@ -112,8 +112,8 @@ DIALECTS: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "ids"), DIALECTS)
-def test_numbers_of_layers_mean_boundaries(
+@pytest.mark.parametrize(("raw", "ids"), FORMATS)
+def test_layer_ids_of_each_format_become_aux_hidden_layers(
     raw: dict[str, Any], ids: tuple[int, ...] | None
 ) -> None:
     assert aux_hidden_layers(Facts("a/b", raw=raw), TARGET) == ids
@@ -126,20 +126,20 @@ def small(vocabulary: str = "json a", parameters: int = 300, **changed: Any) -> 
     )
 
 
-def test_models() -> None:
+def test_draft_models_are_checked_by_vocabulary_and_size() -> None:
     found = by_name(small())
     assert found["vocabulary"].ok
     assert found["size"].ok
     assert "30% of the target's parameters" in found["size"].text
     assert by_name(small(parameters=700))["size"].ok is False
-    assert by_name(small("json b"))["vocabulary"].ok is None, "another file may say the same"
+    assert by_name(small("json b"))["vocabulary"].ok is None, "another file may hold the same"
     other = by_name(small("json b", vocab_size=32))["vocabulary"]
     assert other.ok is None and "through text" in other.text
     assert by_name(small(vocab_size="many"))["forerun"].ok
     assert by_name(small(model_type="mamba"))["forerun"].ok is False
 
 
-def test_names_of_one_model() -> None:
+def test_names_of_the_same_model_are_recognised() -> None:
     for name in (
         "org/Big-8B",
         "Big-8B",
@@ -153,7 +153,7 @@ def test_names_of_one_model() -> None:
         assert not same_model(name, "org/Big-8B"), name
 
 
-def test_what_is_no_target() -> None:
+def test_sizes_of_a_target_are_read_or_refused() -> None:
     assert sizes_of(Facts("t", raw={"text_config": target_config()})).hidden_size == 16
     assert sizes_of(Facts("t", raw={"n_embd": 4, "n_layer": 2, "vocab_size": 9})).num_layers == 2
     for wrong in (

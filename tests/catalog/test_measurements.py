@@ -18,27 +18,27 @@ from forerun.errors import RequestError
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "kept"))
-    return tmp_path / "kept"
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def test_the_best_of_each_kind_of_text_comes_first(folder: Path) -> None:
     assert load() == [] and not folder.exists(), "loading creates nothing"
     record(Measurement("t", "slow", "model", "code", 3.0, 1.1))
-    record(Measurement("t", "fast", "eagle3", "code", 2.5, 1.7, machine="here", passes=9))
+    record(Measurement("t", "fast", "eagle3", "code", 2.5, 1.7, machine="m1", passes=9))
     record(Measurement("t", "counted", "eagle3", "code", 9.0))
     record(Measurement("t", "slow", "model", "law", 2.0, 1.4))
     record(Measurement("other", "slow", "model", "law", 2.0, 1.4))
     assert [(m.category, m.drafter) for m in load("t")] == [
         ("code", "fast"), ("code", "slow"), ("code", "counted"), ("law", "slow"),
     ]  # fmt: skip
-    assert len(load()) == 5 and load("nobody") == []
+    assert len(load()) == 5 and load("unknown") == []
     first = load("t")[0]
-    assert (first.machine, first.passes, first.times_plain) == ("here", 9, 1.7)
+    assert (first.machine, first.passes, first.times_plain) == ("m1", 9, 1.7)
     assert first.seconds > 0
 
 
-def test_the_same_once_more_takes_its_place() -> None:
+def test_a_repeated_measurement_replaces_the_older_one() -> None:
     record(Measurement("t", "d", "eagle3", "code", 2.0, 1.1))
     record(Measurement("t", "d", "eagle3", "code", 2.2, 1.2))
     record(Measurement("t", "d", "eagle3", "code", 2.2, 1.2, temperature=0.8))
@@ -58,13 +58,13 @@ def test_the_same_once_more_takes_its_place() -> None:
         ("t", "d", "k", None, 1.0),
     ],
 )
-def test_what_is_no_measurement_is_refused(wrong: tuple) -> None:
+def test_invalid_measurements_are_refused(wrong: tuple) -> None:
     with pytest.raises(RequestError):
         record(Measurement(*wrong))
     assert load() == []
 
 
-def test_lines_that_are_no_measurements_are_skipped(folder: Path) -> None:
+def test_invalid_lines_are_skipped(folder: Path) -> None:
     record(Measurement("t", "d", "eagle3", "code", 2.0))
     valid = json.loads((folder / FILE).read_text())
     broken = [valid | changed for changed in (
@@ -87,7 +87,7 @@ def test_a_large_file_is_compacted(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert [m.accepted_length for m in load()] == [99]
 
 
-def test_what_cannot_be_kept_is_one_line(
+def test_a_folder_that_cannot_be_written_gives_one_note(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.write_text("a file where the folder should be")
@@ -100,7 +100,7 @@ def test_what_cannot_be_kept_is_one_line(
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe"])
-def test_something_else_in_its_place_is_one_line(
+def test_a_directory_or_pipe_instead_of_the_file_gives_one_note(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.mkdir()
@@ -111,16 +111,16 @@ def test_something_else_in_its_place_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_many_write_at_once(folder: Path) -> None:
-    """Also the first time, when each of them finds that there is no file."""
+def test_several_processes_write_concurrently(folder: Path) -> None:
+    """The file does not exist at first, so several processes may create it."""
     code = (
         "import sys; from forerun.catalog.measurements import Measurement, record\n"
         "for i in range(20): record(Measurement('t', f'{sys.argv[1]}-{i}', 'eagle3', 'code', 2.0))"
     )
-    here = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(n)], env=here, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, str(n)], env=environment, stderr=subprocess.PIPE, text=True
         )
         for n in range(4)
     ]

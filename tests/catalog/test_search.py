@@ -1,4 +1,4 @@
-"""Drafters on this machine: bundled, trained, downloaded or small models; with their
+"""The search for local drafters (bundled, trained, downloaded, small models) and their
 measurements."""
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def test_all_local_drafters(home: Path) -> None:
     assert "not a complete safetensors file" in notes[0]
 
 
-def test_for_a_target(home: Path) -> None:
-    """Heads that name the target, or name none and fit; much smaller models with its vocabulary."""
+def test_local_drafters_that_fit_a_target(home: Path) -> None:
+    """Find heads that name the target, heads without a name that fit, and much smaller models."""
     target = directory(
         home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)}
     )
@@ -59,14 +59,14 @@ def test_for_a_target(home: Path) -> None:
     ]
 
 
-def test_a_missing_target(home: Path) -> None:
+def test_a_target_that_is_not_local_is_refused(home: Path) -> None:
     with pytest.raises(RequestError, match="org/None is not here"):
         find_local("org/None")
 
 
 def test_measurements_are_attached(home: Path) -> None:
-    """Stored measurements and those of training, the fastest first, ordered by the given kind of
-    text."""
+    """Drafters have stored measurements and those of training, and are ordered by their speed on
+    the given kind of text."""
     target = directory(
         home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)}
     )

@@ -15,7 +15,7 @@ from tests.catalog.hub import FakeHub, eagle_config, eagle_shapes, target_config
 TARGET = "org/Big-8B"
 
 
-def stocked(hub: FakeHub) -> None:
+def add_repositories(hub: FakeHub) -> None:
     hub.add(TARGET, target_config())
     for_target = {"base_model": TARGET}
     plain_eagle = {"architectures": ["LlamaForCausalLMEagle3"]}
@@ -31,8 +31,8 @@ def stocked(hub: FakeHub) -> None:
     hub.add("merge/Big-8B-mtp-merge", target_config(), card=for_target)
 
 
-def test_what_is_found_and_why(hub: FakeHub) -> None:
-    stocked(hub)
+def test_candidates_have_an_order_and_reasons(hub: FakeHub) -> None:
+    add_repositories(hub)
     found, notes = search_hub(TARGET)
     assert not notes
     assert [one.repository.name for one in found] == [
@@ -49,14 +49,14 @@ def test_what_is_found_and_why(hub: FakeHub) -> None:
     assert "model.safetensors" not in hub.sent, "only configurations are read"
 
 
-def test_by_name_alone_and_by_domain(hub: FakeHub) -> None:
-    stocked(hub)
+def test_search_by_name_and_by_domain(hub: FakeHub) -> None:
+    add_repositories(hub)
     assert "z/Big-8B-DFlash-b16" in [one.repository.name for one in search_hub("Big-8B")[0]]
     assert [one.repository.name for one in search_hub(TARGET, "code")[0]] == [
         "them/Big-8B-speculator.eagle3"
     ]
     assert [one.repository.name for one in search_hub(TARGET, "law")[0]] == ["odd/fast-draft"]
-    assert search_hub("org/Unheard-Of") == ([], [])
+    assert search_hub("org/Unknown") == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_by_name_alone_and_by_domain(hub: FakeHub) -> None:
         ("a/eagle3", "org/", 0),
     ],
 )
-def test_the_score_of_a_name(name: str, target: str, score: int) -> None:
+def test_similarity_of_a_name_and_a_target(name: str, target: str, score: int) -> None:
     assert _name_score(name, target) == score
 
 
-def test_without_a_network(hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     hub.status = 503
@@ -89,7 +89,7 @@ def test_without_a_network(hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyP
         search_hub(TARGET)
 
 
-HOSTILE = [
+MALFORMED = [
     {"id": "../../etc/passwd"},
     {"id": 5},
     {"id": "a/b-Big-8B-eagle3", "tags": "eagle3", "cardData": [1], "sha": 7, "downloads": "many"},
@@ -104,10 +104,10 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("listing", HOSTILE, ids=lambda listing: json.dumps(listing)[:40])
-def test_answers_of_any_type(hub: FakeHub, listing: object) -> None:
-    """A malformed entry spoils at most its own query, with a note of one line."""
-    stocked(hub)
+@pytest.mark.parametrize("listing", MALFORMED, ids=lambda listing: json.dumps(listing)[:40])
+def test_malformed_listings_are_skipped(hub: FakeHub, listing: object) -> None:
+    """A malformed entry affects at most its own query, with a note of one line."""
+    add_repositories(hub)
     hub.files["a/b-Big-8B-eagle3"] = {"config.json": b"{}"}
     hub.listings["a/b-Big-8B-eagle3"] = listing
     hub.tags["a/b-Big-8B-eagle3"], hub.cards["a/b-Big-8B-eagle3"] = [], {}

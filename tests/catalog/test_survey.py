@@ -1,4 +1,4 @@
-"""Survey of local models: what each is, whether it runs, which drafter fits; broken files are rows."""
+"""The survey of local models: facts, whether a model runs, which drafter fits, broken files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def safetensors(
     return directory
 
 
-def one(path: Path, name: str = "m") -> Survey:
+def survey_one(path: Path, name: str = "m") -> Survey:
     (row,) = survey([LocalModel(name, path, "directory")])
     return row
 
 
-def test_what_is_not_whole_is_listed_and_not_offered(home: Path) -> None:
+def test_incomplete_models_are_listed_but_not_offered(home: Path) -> None:
     ollama_model(home, f"{HOST}/library/cloud/latest", layer="system")
-    little(home / "mine/m-00002-of-00002.gguf")  # a later part alone is no model
+    little(home / "mine/m-00002-of-00002.gguf")  # a later shard alone is not a model
     little(home / "mine/n-00001-of-00002.gguf")
     found, _ = list_local_models([home / "mine"])
     rows = survey(found)
@@ -49,17 +49,17 @@ def test_what_is_not_whole_is_listed_and_not_offered(home: Path) -> None:
     assert local_model_names() == []
 
 
-def test_a_gguf_file_in_numbers(home: Path) -> None:
-    """The label of a file says little where most of its bytes are of another type."""
+def test_facts_of_a_gguf_file(home: Path) -> None:
+    """If most bytes have another type than the label of the file, the format names that type."""
     tensors = {"token_embd.weight": ("Q8_0", (6, 256)), "blk.0.ffn_up.weight": ("Q4_K", (2, 256))}
-    row = one(little(home / "m.gguf", tensors, general__file_type=15))
+    row = survey_one(little(home / "m.gguf", tensors, general__file_type=15))
     assert (row.format, row.family) == ("Q4_K_M, 85% Q8_0", "llama")
     assert (row.parameters, row.context) == (2048, 2048)
     assert row.runs and row.bytes == (home / "m.gguf").stat().st_size and row.draft == "suffix"
-    assert one(little(home / "m.gguf", tensors, general__file_type=7)).format == "Q8_0"
-    assert one(little(home / "m.gguf", tensors, general__file_type=None)).format == "Q8_0"
+    assert survey_one(little(home / "m.gguf", tensors, general__file_type=7)).format == "Q8_0"
+    assert survey_one(little(home / "m.gguf", tensors, general__file_type=None)).format == "Q8_0"
     labelled = little(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)
-    assert one(labelled).format == "Q4_K_M"
+    assert survey_one(labelled).format == "Q4_K_M"
 
 
 def test_shards_count_together(home: Path) -> None:
@@ -67,12 +67,12 @@ def test_shards_count_together(home: Path) -> None:
     second = little(
         home / "m-00002-of-00002.gguf", {"b": ("F32", (3, 8))}, general__architecture=None
     )
-    row = one(first)
+    row = survey_one(first)
     assert row.parameters == 40 and row.bytes == first.stat().st_size + second.stat().st_size
 
 
 @pytest.mark.parametrize(
-    ("metadata", "says"),
+    ("metadata", "reason"),
     [
         ({"general__architecture": "mamba"}, "family mamba is not supported"),
         ({"general__architecture": None}, "family without a name"),
@@ -85,74 +85,74 @@ def test_shards_count_together(home: Path) -> None:
         ({"tensors": {}}, "a vocabulary but no weights"),
     ],
 )
-def test_why_a_gguf_file_does_not_run(home: Path, metadata: dict[str, object], says: str) -> None:
-    row = one(little(home / "m.gguf", **metadata))  # type: ignore[arg-type]
-    assert not row.runs and says in row.reason and not row.draft
+def test_reasons_that_a_gguf_file_cannot_run(
+    home: Path, metadata: dict[str, object], reason: str
+) -> None:
+    row = survey_one(little(home / "m.gguf", **metadata))  # type: ignore[arg-type]
+    assert not row.runs and reason in row.reason and not row.draft
 
 
-def test_broken_files_are_rows(home: Path) -> None:
-    """At every length of a cut file, and whatever else is called .gguf; the others are still told
-    of."""
-    whole = little(home / "m.gguf")
-    data = whole.read_bytes()
+def test_broken_files_are_listed_with_a_reason(home: Path) -> None:
+    """Files that are truncated at any length, and other content with the ending .gguf."""
+    path = little(home / "m.gguf")
+    data = path.read_bytes()
     for length in range(0, len(data) - 32, 7):  # the last tensor is padded to 32 bytes
-        whole.write_bytes(data[:length])
-        row = one(whole)
-        assert not row.runs and row.reason and str(whole) not in row.reason, length
+        path.write_bytes(data[:length])
+        row = survey_one(path)
+        assert not row.runs and row.reason and str(path) not in row.reason, length
     for data in (
         b"version https://git-lfs.github.com/spec/v1\n" * 2,
         b"<html>" * 9,
         bytes(99),
         b"GGUF" + b"\xff" * 99,
     ):
-        whole.write_bytes(data)
-        assert not one(whole).runs
+        path.write_bytes(data)
+        assert not survey_one(path).runs
     directory = safetensors(home / "plain")
     (directory / "model.safetensors").write_bytes(b"\xff" * 20)
-    assert "not a complete safetensors file" in one(directory).reason
+    assert "not a complete safetensors file" in survey_one(directory).reason
     (directory / "model.safetensors.index.json").write_text(
         '{"weight_map": {"w": "other.safetensors"}}'
     )
-    assert "other.safetensors" in one(directory).reason
+    assert "other.safetensors" in survey_one(directory).reason
     (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-    assert "weight_map" in one(directory).reason
+    assert "weight_map" in survey_one(directory).reason
     (directory / "config.json").write_text("[]")
-    assert "does not hold a JSON object" in one(directory).reason
+    assert "does not hold a JSON object" in survey_one(directory).reason
 
 
-def test_a_directory_in_numbers(home: Path) -> None:
-    row = one(safetensors(home / "plain"))
+def test_facts_of_a_directory(home: Path) -> None:
+    row = survey_one(safetensors(home / "plain"))
     assert (row.format, row.family) == ("safetensors bfloat16", "llama")
     assert (row.parameters, row.context) == (64, 512)
     assert row.runs
     four = {"quant_method": "gptq", "bits": 4}
-    quantised = one(safetensors(home / "gptq", dtype="I32", quantization_config=four))
+    quantised = survey_one(safetensors(home / "gptq", dtype="I32", quantization_config=four))
     assert quantised.format == "safetensors gptq 4 bits" and quantised.parameters is None
     mlx = safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})
-    assert "MLX" in one(mlx).reason
+    assert "MLX" in survey_one(mlx).reason
     nested = dict(model_type="mistral3", text_config=LLAMA)
-    row = one(safetensors(home / "multimodal", **nested))
+    row = survey_one(safetensors(home / "multimodal", **nested))
     assert row.runs and (row.family, row.context) == ("llama", 512)
     mixture = dict(num_local_experts=8, num_experts_per_tok=2, model_type="mixtral")
-    assert one(safetensors(home / "mixtral", **mixture)).runs
-    assert "family bert is not" in one(safetensors(home / "bert", model_type="bert")).reason
+    assert survey_one(safetensors(home / "mixtral", **mixture)).runs
+    assert "family bert is not" in survey_one(safetensors(home / "bert", model_type="bert")).reason
     head = safetensors(home / "head", speculators_model_type="eagle3")
-    assert "a drafter for one" in one(head).reason
+    assert "a drafter for one" in survey_one(head).reason
     lacks = safetensors(home / "lacks", hidden_size=None)
-    assert "the llama configuration lacks" in one(lacks).reason
+    assert "the llama configuration lacks" in survey_one(lacks).reason
 
 
-def test_too_large_for_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_exceeds_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surveys, "free_ram", lambda: 100)
-    row = one(little(home / "m.gguf"))
+    row = survey_one(little(home / "m.gguf"))
     assert not row.runs and "of memory" in row.reason
 
 
-def test_a_drafter_has_the_same_tokens_and_is_much_smaller(home: Path) -> None:
-    """The smallest such model; never another vocabulary, another kind of file, or the model itself
-    in another format.
+def test_the_suggested_draft_model_has_the_same_tokens_and_is_much_smaller(home: Path) -> None:
+    """It is the smallest such model of the same file format, but never the model itself.
 
-    Tokens that only pad the embedding differ between the sizes of one family, and do not count.
+    Padding tokens of the embedding differ between the sizes of a family and do not count.
     """
 
     def model(name: str, rows: int, tokens: list[str], **metadata: object) -> LocalModel:
@@ -190,17 +190,16 @@ DRAFTERS = {  # fields of config.json, and the name of a tensor
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_drafter_is_no_model(kind: str, home: Path) -> None:
-    """Some are described as a Llama is, down to the last field: they would be offered, and fail to
-    load."""
+def test_a_drafter_is_not_listed_as_a_runnable_model(kind: str, home: Path) -> None:
+    """The configuration of some drafters is that of a Llama, which would fail only at loading."""
     fields, tensor = DRAFTERS[kind]
-    row = one(safetensors(home / "mine/drafter", tensor=tensor, **fields))
+    row = survey_one(safetensors(home / "mine/drafter", tensor=tensor, **fields))
     assert not row.runs
     assert not row.draft
     assert row.reason == "is no model but a drafter for one, which --draft takes"
 
 
-def test_a_drafter_that_is_not_read_is_no_model_either(home: Path) -> None:
-    row = one(safetensors(home / "mine/drafter", hydra_num_heads=4))
-    why = "is no model but a drafter for one, and forerun does not read this kind of drafter"
-    assert not row.runs and row.reason == why
+def test_an_unsupported_drafter_is_not_listed_as_a_runnable_model(home: Path) -> None:
+    row = survey_one(safetensors(home / "mine/drafter", hydra_num_heads=4))
+    reason = "is no model but a drafter for one, and forerun does not read this kind of drafter"
+    assert not row.runs and row.reason == reason

@@ -25,12 +25,12 @@ def drafter(path: Path, card: str = "# Mine\n\nWords.\n", **changed: Any) -> Pat
     return directory(path, eagle_config(**changed), card=card, **files)
 
 
-def test_it_is_uploaded_and_found(hub: FakeHub, home: Path) -> None:
+def test_an_uploaded_drafter_is_found_by_the_search(hub: FakeHub, home: Path) -> None:
     before = drafter(home / "mine")
     prepared = prepare(before, TO, None, "Apache-2.0", ["Code", "code"])
     assert prepared.metadata["base_model"] == "org/Big-8B" and prepared.notes == ()
     assert upload(prepared).endswith(TO)
-    assert hub.is_private() and hub.made[0]["name"] == "Big-8B-eagle3"
+    assert hub.is_private() and hub.created[0]["name"] == "Big-8B-eagle3"
     sent = hub.uploaded[TO]
     assert set(sent) == {"README.md", "config.json", "model.safetensors", "training.json"}
     metadata, text = card_of(sent["README.md"].decode())
@@ -49,7 +49,7 @@ def test_it_is_uploaded_and_found(hub: FakeHub, home: Path) -> None:
     assert found.repository.name == TO and found.score == 200
 
 
-def test_public_and_what_a_card_had(hub: FakeHub, home: Path) -> None:
+def test_a_public_upload_keeps_the_fields_of_its_card(hub: FakeHub, home: Path) -> None:
     card = "---\nlicense: mit\nlanguage: [en]\ntags: [mine]\ndomains: law\nbase_model: x/y\n---\n# Mine\n"
     prepared = prepare(drafter(home / "mine", card), TO, "them/Big-8B", None, ["code"])
     upload(prepared, private=False)
@@ -68,9 +68,9 @@ def test_notes_name_files_that_contain_the_home_directory(home: Path) -> None:
     assert [note.split()[0] for note in notes] == ["README.md"]
 
 
-def test_refusals(home: Path) -> None:
+def test_invalid_uploads_are_refused(home: Path) -> None:
     mine = drafter(home / "mine")
-    for given, text in (
+    for args, text in (
         ((mine, "no-id", None, "mit", []), "is no Hub id"),
         ((mine, "a/../b", None, "mit", []), "is no Hub id"),
         ((mine, TO, None, None, []), "give --license"),
@@ -86,20 +86,20 @@ def test_refusals(home: Path) -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=text):
-            prepare(*given)
+            prepare(*args)
     (mine / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         prepare(mine, TO, None, "mit", [])
 
 
-def test_a_hub_that_refuses(hub: FakeHub, home: Path) -> None:
+def test_a_refusal_of_the_hub_is_an_error(hub: FakeHub, home: Path) -> None:
     prepared = prepare(drafter(home / "mine"), TO, None, "mit", [])
     hub.status = 403
     with pytest.raises(LoadError, match=r"cannot be uploaded: .*403"):
         upload(prepared)
 
 
-def test_the_bundled_one_could_be_pushed() -> None:
+def test_the_bundled_drafter_can_be_prepared_for_upload() -> None:
     from forerun.draft.kinds import BUNDLED
 
     (bundled,) = BUNDLED.iterdir()

@@ -139,7 +139,7 @@ def test_pull_downloads_nothing_that_does_not_fit(stocked: FakeHub, forerun) -> 
     stocked.add("them/x-hydra", {"hydra_num_heads": 4}, {"a": (9999, 999)})
     code, _, err = forerun("pull", "them/x-hydra")
     assert code == 2 and "forerun does not read this kind" in err
-    assert not any("tree" in path for path in stocked.asked)
+    assert not any("tree" in path for path in stocked.requested)
     assert stocked.sent["model.safetensors"] < 300_000
 
 
@@ -148,7 +148,7 @@ def test_push(stocked: FakeHub, home: Path, forerun) -> None:
     words = ["push", str(own), "me/Big-8B-eagle3", "--license", "mit"]
     words += ["--domain", "code", "--domain", "law"]
     code, out, err = forerun(*words)
-    assert (code, out) == (2, "") and "give --yes" in err and not stocked.made
+    assert (code, out) == (2, "") and "give --yes" in err and not stocked.created
     code, out, err = forerun(*words, "--yes")
     assert code == 0 and out.strip().endswith("me/Big-8B-eagle3") and stocked.is_private()
     code, out, err = forerun(*words, "--yes", "--public", "--json")
@@ -164,7 +164,7 @@ def test_push_asks_for_confirmation(
     for answer, done in (("n", 0), ("y", 1)):
         monkeypatch.setattr("typer.confirm", lambda *_, answer=answer, **__: answer == "y" or _no())
         code, _, _ = forerun("push", str(own), "me/x", "--license", "mit")
-        assert len(stocked.made) == done and code == (0 if done else 130)
+        assert len(stocked.created) == done and code == (0 if done else 130)
 
 
 def _no() -> bool:

@@ -92,7 +92,7 @@ def test_drafts_are_those_of_the_full_head_without_unlisted_tokens(
     room = {"tokens": 512, "page": 4, "slots": 8}
     target, small = tiny.family("llama"), tiny.drafter("llama")
     counted = []
-    for runner in (Runner(make(small, said=tiny.LISTED), **room), Masked(make(small), **room)):
+    for runner in (Runner(make(small, shortlist=tiny.LISTED), **room), Masked(make(small), **room)):
         proposer = DraftModel(runner, tiny.VOCAB, width)
         engine = Engine(Runner(make(target), **room), {"model": proposer}, rule=rule, chunk=5)
         requests = build.run(engine, "model", temperature)
@@ -134,7 +134,9 @@ def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
             LLM(target, draft=draft, draft_shortlist=str(tmp_path / name), kv_tokens=512)
     with pytest.raises(ConfigError, match="is no file"):
         LLM(target, draft=draft, draft_shortlist=5)
-    runner = Runner(tiny.decoder(tiny.drafter("llama"), said=(60, 63)), tokens=64, page=4, slots=1)
+    runner = Runner(
+        tiny.decoder(tiny.drafter("llama"), shortlist=(60, 63)), tokens=64, page=4, slots=1
+    )
     with pytest.raises(LoadError, match="none of the 60 tokens"):
         draft_model(runner, "there", 60, 1)
 

@@ -1,5 +1,5 @@
-"""What tests of models share: refusals in one line, the logits of a text, and decoders that compute
-with the precision of transformers in float64 or of the native kernels."""
+"""Shared by tests of models: refusals in one line, the logits of a text, transformers in float64,
+and a decoder on torch that rounds as the native kernels do."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() o
 
 
 def refused(call: Callable[[], object], path: Path, *words: str, longest: int = 400) -> None:
-    """The call raises LoadError in one line, with all of `words` and fewer than `longest`
-    characters beside the folder of `path`."""
+    """Assert that a call raises LoadError in one line that has all of `words` and fewer than
+    `longest` characters, not counting the folder of `path`."""
     with pytest.raises(LoadError) as caught:
         call()
     message = str(caught.value)
@@ -39,12 +39,13 @@ def refused(call: Callable[[], object], path: Path, *words: str, longest: int = 
 
 
 def ids(count: int) -> list[int]:
+    """Return `count` random token ids, none of them special."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, tiny.VOCAB, (count,), generator=generator).tolist()
 
 
 def read(runner: Runner, text: list[int], want: Sequence[int] | None = None) -> Tensor:
-    """The logits after each token of a text, or after those of `want`."""
+    """Return the logits after each token of a text, or after the positions in `want`."""
     assert runner.cache.pages.grow(0, len(text))
     chain = list(range(-1, len(text) - 1))
     wanted = list(range(len(text)) if want is None else want)
@@ -57,14 +58,14 @@ def logits(
     return read(Runner(decoder, tokens=128, page=4, slots=1), text, want)
 
 
-def off(found: Tensor, expected: Tensor) -> float:
-    """The root mean square of the difference, relative to that of what is expected."""
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the root mean square of the difference, relative to that of `expected`."""
     return float((found.double() - expected).norm() / expected.norm())
 
 
-class Double(TorchFunctionMode):
-    """transformers computes norms, softmax and rotations in float32 whatever the weights are: here
-    in float64."""
+class Float64Mode(TorchFunctionMode):
+    """Mode in which transformers computes norms, softmax and rotations in float64, not in its fixed
+    float32."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -79,19 +80,19 @@ class Double(TorchFunctionMode):
         return function(*swapped, **named)
 
 
-def truth(model: Any, text: list[int]) -> Tensor:
-    """transformers' logits in float64 after each token."""
-    with torch.no_grad(), Double():
+def reference_logits(model: Any, text: list[int]) -> Tensor:
+    """Return transformers' logits in float64 after each token."""
+    with torch.no_grad(), Float64Mode():
         return model(torch.tensor([text]), use_cache=False).logits[0]
 
 
-class Rounded(Decoder):
-    """The decoder on torch whose products, but for those of routers, round activations as native
-    ones do: to int8, by groups of 64."""
+class RoundingDecoder(Decoder):
+    """Decoder on torch that rounds activations as the native kernels do: to int8 in groups of 64,
+    except in routers."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        linear = mock.patch.object(reference, "linear", _rounded)
-        with linear, mock.patch.object(torch, "einsum", _rounded_heads):
+        linear = mock.patch.object(reference, "linear", _linear_rounded)
+        with linear, mock.patch.object(torch, "einsum", _einsum_rounded):
             return super().forward(*args, **options)
 
     def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
@@ -107,17 +108,17 @@ class Rounded(Decoder):
         return reference.linear(x, linear.weight, linear.bias)
 
 
-def _rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(_in_groups(x), weight, bias)
+def _linear_rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(_round_in_groups(x), weight, bias)
 
 
-def _rounded_heads(equation: str, x: Tensor, weight: Tensor) -> Tensor:
-    """The products of latent attention, where each head has a matrix of its own."""
+def _einsum_rounded(equation: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Round the inputs of latent attention, where each head has its own matrix."""
     is_of_heads = equation.startswith("th")
-    return EINSUM(equation, _in_groups(x) if is_of_heads else x, weight)
+    return EINSUM(equation, _round_in_groups(x) if is_of_heads else x, weight)
 
 
-def _in_groups(x: Tensor) -> Tensor:
+def _round_in_groups(x: Tensor) -> Tensor:
     groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
     scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]

@@ -1,4 +1,4 @@
-"""What tests of models share: native kernels with two threads, and a home without any model."""
+"""Fixtures for models: native kernels with two threads, and a home directory without models."""
 
 from pathlib import Path
 

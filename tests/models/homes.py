@@ -1,4 +1,4 @@
-"""Homes with the model folders of other programs, as small as they can be."""
+"""Minimal model folders of Ollama and the Hub below a temporary home directory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Chat templates: what they make of a conversation is what transformers makes of it.
+"""Chat templates render conversations as in transformers.
 
-Protects: published templates' constructs render alike; messages and tools reach a template as
-transformers passes them; where a directory keeps templates and special tokens; what a template can
-not do; that transformers is not imported."""
+Protects: constructs of published templates; messages and tools are passed as in transformers; the
+places of templates and special tokens in a directory; the sandbox."""
 
 from __future__ import annotations
 
@@ -161,7 +160,7 @@ QWEN3 = """{%- if tools %}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}
 """
-ODDS = """  {# a comment #}
+UNUSUAL = """  {# a comment #}
 {% generation %}{% set x = 1 %}<{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ nothing }}>{% endgeneration %}
     {% if x is defined %}leaks{% endif %}
 {% set n = namespace(a=1, self=2) %}{% set n.b = dict(k=[1, 2.5, true, none]) %}{{ n.b | tojson }}{{ n.self }}
@@ -176,7 +175,7 @@ TEMPLATES = {
     "gemma": GEMMA,
     "mistral": MISTRAL,
     "qwen3": QWEN3,
-    "odds": ODDS,
+    "unusual": UNUSUAL,
 }
 
 TOOLS = [
@@ -198,7 +197,7 @@ CALL = {
     "type": "function",
     "function": {"name": "weather", "arguments": {"place": "Köln", "n": [1, 2.5, None]}},
 }
-TALKS: dict[str, list[dict[str, Any]]] = {
+CHATS: dict[str, list[dict[str, Any]]] = {
     "one": [{"role": "user", "content": "  Hi, <b>you</b> & \"you\" {{ bos_token }} 😀\n"}],
     "system": [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}],
     "turns": [
@@ -249,49 +248,49 @@ def write(directory: Path, settings: dict[str, Any], files: dict[str, str] | Non
     return directory
 
 
-def theirs(directory: Path, talk: Any, tools: Any, **options: Any) -> str:
-    """What transformers renders, or that it refuses."""
+def theirs(directory: Path, chat: Any, tools: Any, **options: Any) -> str:
+    """Return what transformers renders, or its error."""
     from transformers import AutoTokenizer
 
     try:
         text: str = AutoTokenizer.from_pretrained(directory).apply_chat_template(
-            talk, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
+            chat, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
         )
     except Exception as error:
         return f"refused: {error}"
     return text
 
 
-def ours(directory: Path, talk: Any, tools: Any, **options: Any) -> str:
+def ours(directory: Path, chat: Any, tools: Any, **options: Any) -> str:
     template = directory_template(directory)
     assert template is not None
     try:
-        return template.render(talk, tools, options)
+        return template.render(chat, tools, options)
     except Exception as error:
         return f"refused: {error}"
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["", "tools"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_renders_as_transformers_does(name: str, tools: Any, tmp_path: Path) -> None:
+def test_templates_render_as_in_transformers(name: str, tools: Any, tmp_path: Path) -> None:
     directory = write(
         tmp_path,
         {**PLAIN, "pad_token": {"content": "<pad>", "__type": "AddedToken"}},
         {"chat_template.jinja": TEMPLATES[name]},
     )
-    shown = [ours(directory, talk, tools) for talk in TALKS.values()]
-    assert shown == [theirs(directory, talk, tools) for talk in TALKS.values()]
-    assert not all(text.startswith("refused") for text in shown)
+    rendered = [ours(directory, chat, tools) for chat in CHATS.values()]
+    assert rendered == [theirs(directory, chat, tools) for chat in CHATS.values()]
+    assert not all(text.startswith("refused") for text in rendered)
 
 
-def test_options_are_the_templates_own(tmp_path: Path) -> None:
+def test_options_are_passed_to_the_template(tmp_path: Path) -> None:
     directory = write(tmp_path, {**PLAIN, "chat_template": QWEN3 + "{{ bos_token }}"})
     for options in {"enable_thinking": False}, {"enable_thinking": True}, {"bos_token": "x"}:
-        assert ours(directory, TALKS["one"], (), **options) == theirs(
-            directory, TALKS["one"], (), **options
+        assert ours(directory, CHATS["one"], (), **options) == theirs(
+            directory, CHATS["one"], (), **options
         )
     for name in "messages", "continue_final_message", "add_generation_prompt":
-        assert f"{name} cannot be set" in ours(directory, TALKS["one"], (), **{name: True})
+        assert f"{name} cannot be set" in ours(directory, CHATS["one"], (), **{name: True})
 
 
 @pytest.mark.parametrize(
@@ -307,24 +306,25 @@ def test_options_are_the_templates_own(tmp_path: Path) -> None:
         ({"chat_template": "{{ pad_token }}"}, {"special_tokens_map.json": '{"pad_token": {"content": "<pad>"}}'}),
     ],
 )  # fmt: skip
-def test_where_a_directory_keeps_them(
+def test_places_of_templates_and_special_tokens(
     settings: dict[str, Any], files: dict[str, str], tmp_path: Path
 ) -> None:
     directory = write(tmp_path, {**PLAIN, **settings}, files)
     for tools in (), TOOLS:
-        mine, other = ours(directory, TALKS["one"], tools), theirs(directory, TALKS["one"], tools)
-        assert mine == other or {mine[:7], other[:7]} == {"refused"}
+        own = ours(directory, CHATS["one"], tools)
+        other = theirs(directory, CHATS["one"], tools)
+        assert own == other or {own[:7], other[:7]} == {"refused"}
 
 
-def test_a_directory_without_templates(tmp_path: Path) -> None:
+def test_a_directory_without_a_template_has_none(tmp_path: Path) -> None:
     assert directory_template(write(tmp_path, PLAIN)) is None
 
 
-def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
     directory = write(tmp_path, PLAIN)
     (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(LoadError, match="chat template"):
-        Text(directory).chat(TALKS["one"])
+        Text(directory).chat(CHATS["one"])
 
 
 @pytest.mark.parametrize(
@@ -339,9 +339,9 @@ def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
         "{{ range(10000000) | list }}",
     ],
 )
-def test_a_template_stays_in_its_box(template: str) -> None:
+def test_templates_cannot_leave_the_sandbox(template: str) -> None:
     with pytest.raises((SecurityError, OverflowError)):
-        ChatTemplate({"default": template}, {}).render(TALKS["one"], (), {})
+        ChatTemplate({"default": template}, {}).render(CHATS["one"], (), {})
 
 
 def test_objects_reach_a_template_as_plain_values() -> None:
@@ -349,15 +349,15 @@ def test_objects_reach_a_template_as_plain_values() -> None:
         def save(self) -> str:
             return "written"
 
-    talk = [
+    chat = [
         UserDict(role="user", content=[{"type": "image", "image": Image()}, {"text": ("a", 1)}])
     ]
-    assert ChatTemplate({"default": "{{ messages }}"}, {}).render(talk, (), {}) == (
+    assert ChatTemplate({"default": "{{ messages }}"}, {}).render(chat, (), {}) == (
         "[{'role': 'user', 'content': [{'type': 'image', 'image': '<Image>'}, {'text': ['a', 1]}]}]"
     )
 
 
-def test_an_empty_conversation(tmp_path: Path) -> None:
+def test_an_empty_conversation_is_refused(tmp_path: Path) -> None:
     tokenizer = Text(write(tmp_path, {**PLAIN, "chat_template": "A"}))
     with pytest.raises(RequestError, match="no message"):
         tokenizer.chat([])

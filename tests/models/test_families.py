@@ -1,9 +1,8 @@
-"""Parity with transformers for every family and rope scaling, however a text is cut into passes, on
-torch and on the native kernels.
+"""Parity with transformers for every family and rope scaling, for any split of a text into forward
+passes, on torch and on the native kernels.
 
-Whole prompts, odd chunks and single tokens; draft trees in fragmented pages, beside other requests
-and after commits; the bits of a row, whatever else is in a pass; what checkpoints and configurations
-of some families have; what is refused."""
+Covers prompts, chunks and single tokens; draft trees in fragmented pages, beside other requests
+and after commits; equal bits for any batch; checkpoints and configurations of families."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ from tests.models.test_parity import (
     SIMPLE,
     Case,
     Session,
+    assert_near,
     check_bits_of_single_tokens,
-    crooked_path,
     decoder,
     directory,
     grown_tree,
     load,
     logits_of,
-    near,
     path_to,
+    reordered_path,
     simple_cases,
     text_of,
 )
@@ -48,9 +47,9 @@ cases = pytest.mark.parametrize("case", [*SIMPLE, *map(Case, families.MODELS)], 
 
 
 @cases
-def test_prompts_chunks_and_single_tokens(case: Case) -> None:
-    """Two texts at once, cut differently, and one of them whole; windows of 7 to 9 tokens and ropes
-    scaled from 16 on. Chunks are both shorter and longer than what is padded together."""
+def test_parity_of_prompts_chunks_and_single_tokens(case: Case) -> None:
+    """Two texts are read side by side in different chunks, and one of them at once. Windows have 7
+    to 9 tokens, ropes are scaled from 16 on; chunks are shorter and longer than MAX_BATCHED."""
     texts = [text_of(case.prefix + 16, 1), text_of(case.prefix + 13, 2)]
     expected = logits_of(case.name, texts)
     for kernels in KERNELS:
@@ -65,46 +64,46 @@ def test_prompts_chunks_and_single_tokens(case: Case) -> None:
                 session.commit(slot, segments[slot].tokens, range(len(segments[slot].tokens)))
                 found[slot].append(rows)
         for each, rows in zip(found, expected, strict=True):
-            near(torch.cat(each), rows)
-        near(session.read(2, texts[0]), expected[0])
+            assert_near(torch.cat(each), rows)
+        assert_near(session.read(2, texts[0]), expected[0])
 
 
 def check_trees(case: Case, kernels: Sequence[str]) -> None:
-    """Two trees one after the other in each of two slots, the first beside a chunk in a third; what
-    a commit keeps must read like plain text."""
-    begun = [text_of(case.prefix - slot, 12 + slot) for slot in (0, 1)]
-    chunk, known = text_of(case.prefix - 2, 5), case.prefix - 4 - MAX_BATCHED
+    """Check two trees in a row in each of two slots, the first beside a chunk in a third slot;
+    after a commit the logits must be those of plain text."""
+    prompts = [text_of(case.prefix - slot, 12 + slot) for slot in (0, 1)]
+    chunk, start = text_of(case.prefix - 2, 5), case.prefix - 4 - MAX_BATCHED
     trees = [[grown_tree(8, 20), grown_tree(6, 21)], [grown_tree(6, 22), grown_tree(9, 23)]]
-    texts, wanted = [*begun], [chunk]
+    texts, wanted = [*prompts], [chunk]
     for turn in trees:
         for slot, (tokens, parents) in enumerate(turn):
             paths = [path_to(parents, node) for node in range(len(tokens))]
             wanted += [[*texts[slot], *(tokens[i] for i in path)] for path in paths]
-            texts[slot] = [*texts[slot], *(tokens[i] for i in crooked_path(parents))]
+            texts[slot] = [*texts[slot], *(tokens[i] for i in reordered_path(parents))]
     wanted += [[*text, 7] for text in texts]
     expected = logits_of(case.name, wanted)
     for each in kernels:
         session = Session(decoder(case.name, each, case.context))
-        for slot, text in enumerate((*begun, chunk[:known])):
+        for slot, text in enumerate((*prompts, chunk[:start])):
             session.read(slot, text)
-        left = iter([rows[-1] for rows in expected[1:]])
+        remaining = iter([rows[-1] for rows in expected[1:]])
         for number, turn in enumerate(trees):
             segments = [session.segment(slot, *tree) for slot, tree in enumerate(turn)]
-            segments += [session.segment(2, chunk[known:])] if number == 0 else []
+            segments += [session.segment(2, chunk[start:])] if number == 0 else []
             found = session.forward(*segments)
             if number == 0:
-                near(found[2], expected[0][known:])
+                assert_near(found[2], expected[0][start:])
             for slot, (tokens, parents) in enumerate(turn):
-                near(found[slot], torch.stack([next(left) for _ in tokens]))
-                session.commit(slot, tokens, crooked_path(parents))
+                assert_near(found[slot], torch.stack([next(remaining) for _ in tokens]))
+                session.commit(slot, tokens, reordered_path(parents))
         assert session.texts[:2] == texts
         for slot in (0, 1):
-            near(session.read(slot, [7])[0], next(left))
+            assert_near(session.read(slot, [7])[0], next(remaining))
 
 
 @pytest.mark.one_in(2)
 @cases
-def test_trees_beside_a_chunk_and_commits(case: Case) -> None:
+def test_parity_of_trees_and_commits(case: Case) -> None:
     check_trees(case, KERNELS)
 
 
@@ -119,14 +118,14 @@ def test_parity_on_cuda(case: Case) -> None:
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 @names
 def test_a_chunk_gives_the_bits_of_single_tokens(name: str, form: str) -> None:
-    """What makes speculation exact: the bits of a row do not depend on what else is in a pass."""
+    """Speculation is exact because the bits of a row do not depend on the rest of the batch."""
     native.start(2)
     model = NativeDecoder(load_config(directory(name)), directory(name), form, 256)
     check_bits_of_single_tokens(model, text_of(24, 4), text_of(6, 5), 9, (0, 4, 8))
 
 
-def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
-    """Its configuration is nested and its tensors have a prefix; those of images are ignored."""
+def test_the_text_model_of_a_multimodal_checkpoint_loads(tmp_path: Path) -> None:
+    """Its configuration is nested, its tensors have a prefix, and vision tensors are ignored."""
     from safetensors.torch import load_file, save_file
 
     source = directory("qwen3_moe")
@@ -219,8 +218,8 @@ def test_a_broken_configuration_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_limits_and_windows_by_layer_of_k_exaone_are_refused() -> None:
-    """Later models have them, and transformers does not read them."""
+def test_per_layer_limits_and_windows_of_k_exaone_are_refused() -> None:
+    """Later models have them, and transformers ignores them."""
     raw = json.loads((directory("exaone_moe") / "config.json").read_text())
     make_config(raw | {"swiglu_limits": [0.0] * 4, "sliding_windows": None}, Path("config.json"))
     for name, value in (("swiglu_limits", [0.0, 0.0, 0.0, 7.0]), ("sliding_windows", [8, 8, 8, 0])):
@@ -228,8 +227,8 @@ def test_limits_and_windows_by_layer_of_k_exaone_are_refused() -> None:
             make_config(raw | {name: value}, Path("config.json"))
 
 
-def test_published_configurations_of_minimax_name_the_channels_that_rotate() -> None:
-    """An absent field means what it means to transformers."""
+def test_rotary_dim_of_published_minimax_configurations() -> None:
+    """Absent fields have the defaults of transformers."""
     raw = json.loads((directory("minimax_text") / "config.json").read_text())
     given = make_config(dict(raw), Path("config.json"))
     assert [rope.dim for rope in given.ropes] == [16]
@@ -244,7 +243,7 @@ def test_published_configurations_of_minimax_name_the_channels_that_rotate() -> 
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
 def test_decays_of_lightning_attention_are_those_that_transformers_stores(kernels: str) -> None:
-    """Parity of short texts says little about the heads that forget slowly."""
+    """Short texts do not show an error in heads that decay slowly."""
     from safetensors.torch import load_file
 
     stored = load_file(directory("minimax_text") / "model.safetensors")
@@ -254,8 +253,8 @@ def test_decays_of_lightning_attention_are_those_that_transformers_stores(kernel
         assert torch.allclose(rate, -slopes, rtol=1e-5, atol=0.0)
 
 
-def test_fields_that_gemma3n_leaves_out() -> None:
-    """An absent field means what it means to transformers; its widest MLP sizes buffers."""
+def test_absent_fields_of_gemma3n_have_their_defaults() -> None:
+    """They are those of transformers; the widest MLP determines the size of buffers."""
     fields = dict(num_hidden_layers=20, num_kv_shared_layers=5)
     raw = hf.AutoConfig.for_model("gemma3n_text", **fields).to_dict()
     given = make_config(dict(raw), Path("config.json"))
@@ -284,10 +283,8 @@ def test_fields_that_gemma3n_leaves_out() -> None:
     assert given.mlp_sparsity[9:11] == (0.95, 0.0)
 
 
-def test_keys_of_layers_that_read_those_of_others_are_left_in_the_checkpoint(
-    tmp_path: Path,
-) -> None:
-    """Checkpoints of Gemma 3n have them; other tensors of such layers are still refused."""
+def test_keys_that_kv_sharing_layers_do_not_use_are_ignored(tmp_path: Path) -> None:
+    """Checkpoints of Gemma 3n have them; other unknown tensors are still refused."""
     from safetensors.torch import load_file, save_file
 
     source = directory("gemma3n")
@@ -304,7 +301,7 @@ def test_keys_of_layers_that_read_those_of_others_are_left_in_the_checkpoint(
         load(tmp_path, "torch")
 
 
-def test_older_spellings_of_the_mixers_of_nemotron_h() -> None:
+def test_older_layer_patterns_of_nemotron_h() -> None:
     raw = json.loads((directory("nemotron_h") / "config.json").read_text())
     newer = make_config(dict(raw), Path("config.json"))
     del raw["layers_block_type"]
@@ -323,9 +320,7 @@ def test_older_spellings_of_the_mixers_of_nemotron_h() -> None:
         ("granitemoe", "block_sparse_moe.input_linear.weight"),
     ],
 )
-def test_a_tensor_of_another_shape_is_refused_by_name(
-    name: str, tensor: str, tmp_path: Path
-) -> None:
+def test_a_tensor_with_a_wrong_shape_is_named(name: str, tensor: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(directory(name) / "model.safetensors")
@@ -338,7 +333,7 @@ def test_a_tensor_of_another_shape_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
-def test_a_pass_reads_the_experts_that_its_tokens_use(kernels: str) -> None:
+def test_pass_bytes_count_the_experts_that_tokens_use(kernels: str) -> None:
     model = decoder("qwen3_moe", kernels)
     experts = model.config.experts
     assert experts is not None
@@ -352,7 +347,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_use(kernels: str) -> None:
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "qwen3_5", "gemma4", "gemma3n", "cohere", "olmo2", "gpt_oss"]
 )
-def test_layers_that_cannot_be_divided_are_refused(name: str) -> None:
+def test_tensor_parallelism_is_refused_for_other_families(name: str) -> None:
     from forerun.errors import ConfigError
     from forerun.models.sharding import Shard, shard_config
 

@@ -1,8 +1,7 @@
-"""What GGUF metadata says of a model, and what is refused by name.
+"""Configurations from GGUF metadata, and refusals that name the key or tensor.
 
-Protects: keys that are scalars in one file and arrays in another, or missing; floats as they were
-before float32; blocks behind the model's layers; families and parts that forerun does not have;
-tensors that fit nothing."""
+Protects: keys that are scalars in some files, arrays in others, or absent; floats rounded to
+float32; blocks after the layers; unsupported families and features; unknown tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from tests.models.checks import CPU
 
 
 def make(path: Path, changes: dict[str, Any], name: str = "llama", **overrides: Any) -> Path:
-    """A tiny model's file with changed metadata."""
+    """Write the file of a tiny model with changed metadata."""
     model = tiny.hf_model(name, **(gguf_files.sizes(name, "Q8_0") | overrides))
     gguf_files.write(path, model, "Q8_0", changes=changes)
     return path
 
 
 def refused(path: Path, *words: str) -> None:
-    """Loading raises LoadError, in one line that names the file and holds all of `words`."""
+    """Assert that loading raises LoadError in one line with the file's name and all of `words`."""
     checks.refused(lambda: load_decoder(path, torch.float32, CPU, 32), path, str(path), *words)
 
 
@@ -39,14 +38,12 @@ def config_of(
 
 
 @pytest.mark.parametrize("value, expected", [(2, 2), ([2, 2, 2], 2), (..., 4)], ids=str)
-def test_key_value_heads_are_a_number_or_one_a_layer_or_the_heads(
-    value: Any, expected: int, path: Path
-) -> None:
+def test_kv_heads_may_be_a_number_an_array_or_absent(value: Any, expected: int, path: Path) -> None:
     assert config_of(path, {"llama.attention.head_count_kv": value}).kv_heads == expected
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 3e-7, 0.125])
-def test_floats_are_what_they_were_before_they_were_rounded(eps: float, path: Path) -> None:
+def test_float32_values_are_read_as_the_decimals_they_round(eps: float, path: Path) -> None:
     config = config_of(
         path, {"llama.attention.layer_norm_rms_epsilon": eps, "llama.rope.freq_base": 1e6}
     )
@@ -54,13 +51,13 @@ def test_floats_are_what_they_were_before_they_were_rounded(eps: float, path: Pa
     assert config.ropes[0].parameters["rope_theta"] == 1e6
 
 
-def test_a_head_of_its_own_or_the_embedding(path: Path) -> None:
+def test_tied_and_separate_output_heads(path: Path) -> None:
     assert not config_of(path, {}).tied
     assert config_of(path, {}, "qwen2").tied
     assert not load_config(make(path, {}, "qwen2", tie_word_embeddings=False)).tied
 
 
-def test_layers_without_rotation_and_windows_that_no_key_names(path: Path) -> None:
+def test_rotation_windows_and_softcaps_without_keys(path: Path) -> None:
     assert config_of(path, {}, "smollm3").rope_of == (0, 0, 0, None)
     gemma = {f"gemma3.attention.{key}": ... for key in ("sliding_window", "sliding_window_pattern")}
     windows = config_of(path, gemma, "gemma3", num_hidden_layers=7, layer_types=None).windows
@@ -74,8 +71,8 @@ def test_layers_without_rotation_and_windows_that_no_key_names(path: Path) -> No
     )
 
 
-def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
-    """They predict further tokens: the last of block_count, with tensors of their own."""
+def test_multi_token_blocks_are_not_layers(path: Path) -> None:
+    """The last blocks of block_count predict further tokens and have tensors of their own."""
     changes = {"llama.block_count": 3, "llama.nextn_predict_layers": 1}
     config = config_of(path, changes)
     assert config.layers == 2
@@ -104,14 +101,14 @@ def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
         ("attention.layer_norm_rms_epsilon", -1.0, "norm_eps"),
     ],
 )  # fmt: skip
-def test_what_a_model_has_that_forerun_has_not_is_named(
+def test_unsupported_and_invalid_metadata_is_named(
     key: str, value: Any, words: str, path: Path
 ) -> None:
     refused(make(path, {f"llama.{key}": value}), words)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_divisors_of_frequencies_are_positive(
+def test_rope_divisors_must_be_positive(
     value: float, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -132,19 +129,17 @@ def test_unknown_architectures_are_named(name: str, words: str, path: Path) -> N
 
 
 @pytest.mark.parametrize("extra", ["vision.weight", "blk.0.attn_sinks.weight", "blk.1.attn_q.bias"])
-def test_tensors_that_fit_nothing_are_named(
-    extra: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_extra(monkeypatch, extra)
+def test_unknown_tensors_are_named(extra: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_tensor(monkeypatch, extra)
     refused(make(path, {}), extra, "fit no part")
 
 
-def with_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Have files written with one more tensor."""
-    real = gguf_files.tensors
+def add_tensor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make `gguf_files` write one more tensor."""
+    original = gguf_files.tensors
 
-    def more(*args: Any) -> Any:
-        yield from real(*args)
+    def all_tensors(*args: Any) -> Any:
+        yield from original(*args)
         yield name, np.zeros(32, np.float32), "F32"
 
-    monkeypatch.setattr(gguf_files, "tensors", more)
+    monkeypatch.setattr(gguf_files, "tensors", all_tensors)

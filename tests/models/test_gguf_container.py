@@ -1,9 +1,8 @@
-"""The container of GGUF files: whatever is broken in one is a LoadError in one line, found before
-anything is believed.
+"""The container of GGUF files: broken ones are refused with a LoadError of one line before any of
+their values are used.
 
-Protects: each bound on counts, lengths, types, shapes and offsets; other things saved as .gguf;
-files in several parts; and that no broken file, of hundreds, does anything else than that, in
-memory of a bounded size."""
+Protects: bounds of counts, lengths, types, shapes and offsets; other file formats; sharded files;
+hundreds of mutated files, which never cause another exception or use much memory."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from forerun.models.gguf.container import TYPES, open_gguf
 from forerun.models.local import LocalModel
 from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
-from tests.gguf_broken import ARRAY, SIZES, STRING, Container, Walk, array, number, spoiled, text
+from tests.gguf_broken import ARRAY, SIZES, STRING, Container, Walk, array, mutations, number, text
 from tests.models import checks
 from tests.models.checks import CPU
 
@@ -43,7 +42,7 @@ SMALL = Container(
 
 
 def refused(path: Path, *words: str) -> None:
-    """Opening raises LoadError, in one line that names the file and holds all of `words`."""
+    """Assert that opening raises LoadError in one line with the folder and all of `words`."""
     checks.refused(lambda: open_gguf(path), path, str(path.parent), *words)
 
 
@@ -56,11 +55,11 @@ def with_value(kind: int, value: bytes) -> Container:
     return SMALL.with_pair("x", kind, value)
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- valid files
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_a_small_file(version: int, path: Path) -> None:
+def test_metadata_and_tensors_of_a_valid_file(version: int, path: Path) -> None:
     file = open_gguf(written(path, replace(SMALL, version=version)))
     assert file.metadata == {"general.architecture": "llama", "llama.block_count": 1}
     assert {name: (t.kind, t.shape, t.size) for name, t in file.tensors.items()} == {
@@ -80,14 +79,14 @@ def test_numbers_of_every_type(kind: int, value: float, path: Path) -> None:
     assert found["one"] == value and found["many"].tolist() == [value, 0, value]
 
 
-def test_any_byte_but_zero_is_true_and_texts_need_not_be_utf8(path: Path) -> None:
+def test_nonzero_bytes_are_true_and_strings_may_be_invalid_utf8(path: Path) -> None:
     pairs = SMALL.with_pair("yes", 7, b"\x05").with_pair("no", 7, b"\x00")
     pairs = pairs.with_pair("texts", ARRAY, array(STRING, [b"\xff", "\u00e9", ""]))
     found = open_gguf(written(path, pairs)).metadata
     assert (found["yes"], found["no"], found["texts"]) == (True, False, ["\ufffd", "\u00e9", ""])
 
 
-def test_data_begins_at_the_alignment_that_the_file_states(path: Path) -> None:
+def test_data_starts_at_the_stated_alignment(path: Path) -> None:
     data = np.arange(64, dtype=np.float32).tobytes()
     wide = replace(SMALL, infos=[(b"b", (64,), 0, 0)], data=data, alignment=4096)
     file = open_gguf(written(path, wide.with_pair("general.alignment", 4, number(4, 4096))))
@@ -95,7 +94,7 @@ def test_data_begins_at_the_alignment_that_the_file_states(path: Path) -> None:
     assert file.tensors["b"].read().tobytes() == data
 
 
-def test_sizes_of_types_are_those_of_the_gguf_package() -> None:
+def test_block_sizes_are_those_of_the_gguf_package() -> None:
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     for kind, (name, values, size) in TYPES.items():
         if kind in known:
@@ -105,13 +104,13 @@ def test_sizes_of_types_are_those_of_the_gguf_package() -> None:
             )
 
 
-def test_a_file_that_changes_is_read_anew(path: Path) -> None:
+def test_a_changed_file_is_read_again(path: Path) -> None:
     open_gguf(written(path, SMALL))
     written(path, with_value(4, number(4, 7)))
     assert open_gguf(path).metadata["x"] == 7
 
 
-# ---------------------------------------------------------------- what is no file of models
+# ---------------------------------------------------------------- other files
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_file_that_changes_is_read_anew(path: Path) -> None:
     ],
     ids=lambda v: v[:12] if isinstance(v, bytes) else "",
 )
-def test_other_things_saved_as_gguf(data: bytes, words: str, path: Path) -> None:
+def test_files_of_other_formats_are_refused(data: bytes, words: str, path: Path) -> None:
     refused(written(path, data), words)
 
 
@@ -145,17 +144,17 @@ def test_other_things_saved_as_gguf(data: bytes, words: str, path: Path) -> None
         (99, "version 99"),
     ],
 )
-def test_other_versions(version: int, words: str, path: Path) -> None:
+def test_unsupported_versions_are_refused(version: int, words: str, path: Path) -> None:
     refused(written(path, replace(SMALL, version=version)), words)
 
 
-def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
+def test_a_directory_or_a_missing_file_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere.gguf", "cannot be read")
     (tmp_path / "folder.gguf").mkdir()
     refused(tmp_path / "folder.gguf", "cannot be read")
 
 
-# ---------------------------------------------------------------- what is broken in one
+# ---------------------------------------------------------------- broken headers
 
 LONG = b"k" * 70000
 HEADERS = {
@@ -226,12 +225,12 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_broken_header(case: str, path: Path) -> None:
+def test_a_broken_header_is_refused(case: str, path: Path) -> None:
     container, words = HEADERS[case]
     refused(written(path, container), words)
 
 
-def test_every_field_may_be_missing(path: Path) -> None:
+def test_a_file_truncated_after_any_field_is_refused(path: Path) -> None:
     data = SMALL.pack()
     walk = Walk(data)
     walk.container()
@@ -239,7 +238,7 @@ def test_every_field_may_be_missing(path: Path) -> None:
         refused(written(path, data[:end]), "broken" if end >= 24 else "bytes")
 
 
-def test_a_file_that_shrinks_after_it_was_opened(path: Path) -> None:
+def test_a_file_that_is_truncated_after_opening_is_refused(path: Path) -> None:
     entry = open_gguf(written(path, SMALL)).tensors["b"]
     written(path, SMALL.pack()[:-64])
     with pytest.raises(LoadError, match="tensor b ends past the end of the file"):
@@ -249,12 +248,12 @@ def test_a_file_that_shrinks_after_it_was_opened(path: Path) -> None:
         entry.read()
 
 
-# ---------------------------------------------------------------- several parts
+# ---------------------------------------------------------------- shards
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> list[Path]:
-    """A tiny model in four files, as llama-gguf-split and the converter write them."""
+def shards(tmp_path: Path) -> list[Path]:
+    """Write a tiny model in four files, as llama-gguf-split and the converter do."""
     real, model = gguf.GGUFWriter, tiny.hf_model("llama", **gguf_files.sizes("llama", "Q8_0"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFWriter", functools.partial(real, split_max_tensors=9))
@@ -270,61 +269,61 @@ def changed(path: Path, key: str, kind: int, value: bytes) -> None:
 
 
 @pytest.mark.parametrize("opened", [0, 1, 3])
-def test_parts_are_one_model_whichever_is_named(opened: int, parts: list[Path]) -> None:
-    whole = gguf_files.written("llama", "Q8_0")
-    one, many = (
-        load_decoder(p, torch.float32, CPU, 32).weights for p in (whole.path, parts[opened])
+def test_any_shard_opens_the_whole_model(opened: int, shards: list[Path]) -> None:
+    single = gguf_files.written("llama", "Q8_0")
+    one, several = (
+        load_decoder(p, torch.float32, CPU, 32).weights for p in (single.path, shards[opened])
     )
-    assert torch.equal(one.layers[2].down.weight, many.layers[2].down.weight)
-    assert torch.equal(one.head.weight, many.head.weight)
-    assert open_gguf(parts[opened]).parts == tuple(parts)
+    assert torch.equal(one.layers[2].down.weight, several.layers[2].down.weight)
+    assert torch.equal(one.head.weight, several.head.weight)
+    assert open_gguf(shards[opened]).parts == tuple(shards)
 
 
-def test_missing_parts_are_named(parts: list[Path]) -> None:
-    parts[2].unlink()
-    refused(parts[0], parts[2].name, "not beside it")
-    parts[0].unlink()
-    refused(parts[1], parts[0].name, "1 more")
+def test_missing_shards_are_named(shards: list[Path]) -> None:
+    shards[2].unlink()
+    refused(shards[0], shards[2].name, "not beside it")
+    shards[0].unlink()
+    refused(shards[1], shards[0].name, "1 more")
 
 
-def test_parts_in_the_wrong_order(parts: list[Path]) -> None:
-    spare = parts[0].with_name("spare")
-    parts[1].rename(spare)
-    parts[2].rename(parts[1])
-    spare.rename(parts[2])
-    refused(parts[0], parts[1].name, "not shard 2 of 4")
+def test_shards_in_the_wrong_order_are_refused(shards: list[Path]) -> None:
+    spare = shards[0].with_name("spare")
+    shards[1].rename(spare)
+    shards[2].rename(shards[1])
+    spare.rename(shards[2])
+    refused(shards[0], shards[1].name, "not shard 2 of 4")
 
 
-def test_a_part_under_another_name(parts: list[Path]) -> None:
-    other = parts[0].rename(parts[0].with_name("model.gguf"))
+def test_a_renamed_shard_is_refused(shards: list[Path]) -> None:
+    other = shards[0].rename(shards[0].with_name("model.gguf"))
     refused(other, "one of 4 shards", "-00001-of-00004.gguf")
 
 
-def test_a_tensor_in_two_parts(parts: list[Path]) -> None:
-    container = Walk(parts[1].read_bytes()).container()
-    names = [info[0] for info in Walk(parts[0].read_bytes()).container().infos]
-    written(parts[1], container.with_info(0, name=names[0]))
-    refused(parts[0], parts[1].name, names[0].decode(), "earlier shard")
+def test_a_tensor_in_two_shards_is_refused(shards: list[Path]) -> None:
+    container = Walk(shards[1].read_bytes()).container()
+    names = [info[0] for info in Walk(shards[0].read_bytes()).container().infos]
+    written(shards[1], container.with_info(0, name=names[0]))
+    refused(shards[0], shards[1].name, names[0].decode(), "earlier shard")
 
 
-def test_fewer_tensors_than_promised(parts: list[Path]) -> None:
-    changed(parts[0], "split.tensors.count", 5, number(5, 1000))
-    refused(parts[0], "not 1000")
+def test_fewer_tensors_than_stated_are_refused(shards: list[Path]) -> None:
+    changed(shards[0], "split.tensors.count", 5, number(5, 1000))
+    refused(shards[0], "not 1000")
 
 
-def test_a_part_of_another_number_of_parts(parts: list[Path]) -> None:
-    changed(parts[3], "split.count", 2, number(2, 5))
-    refused(parts[0], parts[3].name, "shard 4 of 4")
+def test_a_shard_with_another_total_is_refused(shards: list[Path]) -> None:
+    changed(shards[3], "split.count", 2, number(2, 5))
+    refused(shards[0], shards[3].name, "shard 4 of 4")
 
 
-# ---------------------------------------------------------------- all that can go wrong
+# ---------------------------------------------------------------- mutated files
 
-FILES = 300  # of each tokenizer
+NUM_FILES = 300  # of each tokenizer
 
 
 @functools.cache
 def original(tokenizer: str) -> bytes:
-    """A small file with everything in it: a tokenizer, several types, permuted rows."""
+    """Return a small file with a tokenizer, several tensor types and permuted rows."""
     small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     path = gguf_files.new_path("original")
     kinds = ("Q8_0", "Q4_1", "F16", "Q5_0", "IQ4_NL", "Q5_1", "Q4_0")
@@ -332,8 +331,8 @@ def original(tokenizer: str) -> bytes:
     return path.read_bytes()
 
 
-def use(path: Path) -> None:
-    """All that is read of a file."""
+def load_all(path: Path) -> None:
+    """Read everything in a file."""
     config, tokenizer = load_config(path), load_tokenizer(path)
     if tokenizer is not None:
         tokenizer.decode(tokenizer.encode("the end.\n"))
@@ -343,34 +342,35 @@ def use(path: Path) -> None:
         load_decoder(path, torch.float32, CPU, 64)
 
 
-def leak(path: Path) -> str | None:
-    """What comes of a file other than a model or an error in one line; a warning would be a line
-    too."""
-    said = survey([LocalModel("file", path, "here")])[0].reason
+def failure_of(path: Path) -> str | None:
+    """Return what went wrong if a file neither loads nor is refused in one line; a warning counts
+    as an error."""
+    message = survey([LocalModel("file", path, "here")])[0].reason
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            use(path)
+            load_all(path)
     except ForerunError as error:
-        said += str(error)
+        message += str(error)
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
-    return f"several lines: {said}" if "\n" in said or len(said) > 4000 else None
+    return f"several lines: {message}" if "\n" in message or len(message) > 4000 else None
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "llama"])
-def test_no_broken_file_does_anything_but_say_so(tokenizer: str, path: Path) -> None:
-    """Deterministic: cut, renumbered, flipped, with other values and other tensors. What loads all
-    the same is fine."""
+def test_broken_files_load_or_are_refused_in_one_line(tokenizer: str, path: Path) -> None:
+    """Mutations are deterministic: truncation, other numbers, flipped bytes, values and tensors."""
     if native.library() is not None:
         native.start(2)
     written(path, original(tokenizer))
-    assert leak(path) is None and load_config(path).hidden == 64
-    peak, leaks = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
-    for i, (what, data) in enumerate(spoiled(original(tokenizer), FILES, seed=len(tokenizer))):
+    assert failure_of(path) is None and load_config(path).hidden == 64
+    peak, failures = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for i, (what, data) in enumerate(
+        mutations(original(tokenizer), NUM_FILES, seed=len(tokenizer))
+    ):
         file = written(path.with_name(f"{i}.gguf"), data)
-        found = leak(file)
-        leaks += [f"{what}: {found}"] if found else []
+        found = failure_of(file)
+        failures += [f"{what}: {found}"] if found else []
         file.unlink()
-    assert not leaks, "\n".join(leaks)
+    assert not failures, "\n".join(failures)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 * 1024

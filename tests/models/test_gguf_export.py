@@ -1,9 +1,7 @@
-"""GGUF models as Hugging Face directories: transformers computes from them what it computed before
-they were written.
+"""Export of GGUF models as Hugging Face directories, from which transformers gives the same logits.
 
-Protects: the converter's changes undone for every family, ropes and biases that transformers spells
-otherwise, tokens and templates, and that a drafter written with them counts as of the same
-vocabulary."""
+Protects: the inverse of the converter's changes for every family; names of ropes and biases; tokens
+and templates; a drafter that is written with the tokenizer has the same vocabulary."""
 
 import json
 from pathlib import Path
@@ -24,57 +22,56 @@ from forerun.models.hub import default_model
 from forerun.models.tokenizer import Tokenizer
 from forerun.train.recipes.small_lm import load_module, prune
 from tests import gguf_files, tiny
-from tests.models.checks import ids, off
+from tests.models.checks import ids, relative_error
 from tests.models.test_gguf_families import HAS_EXPERTS
 
-FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
+CASES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
     ("llama", "q4_k_m"),
     ("qwen2", "F16"),
     ("qwen2", "q4_k_m"),
 ]
-REFUSED = {
+UNSUPPORTED = {
     name for name in gguf_files.FURTHER_NAMES if name[:6] in ("gemma3", "gemma4")
 } | HAS_EXPERTS
-REFUSED |= set(gguf_files.RECURRENT)
-FILES += [(name, "Q8_0") for name in gguf_files.FURTHER_NAMES if name not in REFUSED]
+UNSUPPORTED |= set(gguf_files.RECURRENT)
+CASES += [(name, "Q8_0") for name in gguf_files.FURTHER_NAMES if name not in UNSUPPORTED]
 MESSAGES = [{"role": "user", "content": "the end"}]
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("name, kinds", FILES)
-def test_transformers_reads_the_model_of_the_file(name: str, kinds: str, tmp_path: Path) -> None:
-    """In float32, against the model that the file was written from."""
-    written, text = (
-        gguf_files.written(name, kinds),
-        torch.tensor([ids(80 if name == "phi3-longrope" else 24)]),
-    )
+@pytest.mark.parametrize("name, kinds", CASES)
+def test_transformers_loads_the_exported_model(name: str, kinds: str, tmp_path: Path) -> None:
+    """The logits are compared with those of the model that the file was written from."""
+    written = gguf_files.written(name, kinds)
+    text = torch.tensor([ids(80 if name == "phi3-longrope" else 24)])
     to_directory(written.path, tmp_path)
     module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     with torch.no_grad():
-        assert off(module(text).logits, written.model(text).logits) < 1e-5
+        assert relative_error(module(text).logits, written.model(text).logits) < 1e-5
     ours, theirs = load_config(written.path), load_config(tmp_path)
     assert (theirs.tied, theirs.end_ids, theirs.windows) == (ours.tied, ours.end_ids, ours.windows)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma4", "qwen3_5"])
-def test_families_that_are_not_written(name: str, tmp_path: Path) -> None:
+def test_unsupported_families_are_refused(name: str, tmp_path: Path) -> None:
     path = gguf_files.written(name, "Q8_0").path
     with pytest.raises(LoadError, match=f"training from GGUF files of the family {name}"):
         to_directory(path, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3-longrope", "gpt2", "glm4", "olmo2"])
-def test_layers_of_a_file_are_those_of_the_model(name: str) -> None:
-    """A drafter of the first and the last layer, whatever family they are of."""
+def test_pruning_keeps_the_first_and_the_last_layer(name: str) -> None:
+    """Each family gives a drafter of two layers."""
     written = gguf_files.written(name, "Q8_0")
-    kept, whole = prune(written.path, 2).state_dict(), load_module(written.path).state_dict()
+    kept = prune(written.path, 2).state_dict()
+    full = load_module(written.path).state_dict()
     last = load_config(written.path).layers - 1
-    pairs = [(n, n.replace(f".{last}.", ".1.")) for n in whole if f".{last}." in n]
-    assert len(pairs) > 3 and all(torch.equal(whole[n], kept[m]) for n, m in pairs)
+    pairs = [(n, n.replace(f".{last}.", ".1.")) for n in full if f".{last}." in n]
+    assert len(pairs) > 3 and all(torch.equal(full[n], kept[m]) for n, m in pairs)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_tokens_and_templates_go_along(kind: str, tmp_path: Path) -> None:
+def test_tokenizers_and_templates_are_exported(kind: str, tmp_path: Path) -> None:
     path = gguf_files.written("llama", "Q8_0", tokenizer=kind).path
     write_tokenizer(path, tmp_path)
     ours, theirs = Tokenizer(path), Tokenizer(tmp_path)
@@ -94,9 +91,9 @@ def test_tokens_and_templates_go_along(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.default_model
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-def test_the_default_model() -> None:
-    """A file as it is on the Hub: what transformers makes of its first layer is what the engine
-    does, but for the rounding of activations."""
+def test_export_of_the_default_model() -> None:
+    """The hidden states of the first layer in transformers are those of the engine, except for the
+    rounding of activations."""
     path = default_model()
     assert path is not None
     module = prune(path, 2)
@@ -109,4 +106,4 @@ def test_the_default_model() -> None:
     )
     runner.cache.pages.grow(0, len(tokens))
     ours = runner.forward([Segment.chain(0, tokens)], (1,)).features[1]
-    assert off(as_tensor(ours), theirs) < 0.03
+    assert relative_error(as_tensor(ours), theirs) < 0.03

@@ -1,8 +1,7 @@
-"""Families beside those of test_gguf_weights.py, from GGUF files: each is the model of a directory.
+"""Further families from GGUF files (see test_gguf_weights.py for others) equal their directories.
 
-Protects: what metadata says of each architecture, and what it leaves out; names of tensors where
-they differ; which rows rotate as neighbours; experts of one type and of several, their biases and
-shared ones; broken fields, in one line."""
+Protects: metadata of each architecture and its defaults; names of tensors; rows that rotate in
+adjacent pairs; experts of one or several types, their biases, shared experts; broken fields."""
 
 from __future__ import annotations
 
@@ -29,13 +28,24 @@ from forerun.models.mixed_families import FAMILIES
 from forerun.models.rope import rope_tables
 from forerun.runtime.native import NativeDecoder
 from tests import families, gguf_files, tiny
-from tests.models.checks import CPU, Double, Rounded, compiled, ids, logits, off, refused, truth
-from tests.models.test_parity import near
+from tests.models.checks import (
+    CPU,
+    Float64Mode,
+    RoundingDecoder,
+    compiled,
+    ids,
+    logits,
+    reference_logits,
+    refused,
+    relative_error,
+)
+from tests.models.test_parity import assert_near
 
-GAIN, SMALL_GAIN = 0.5, 0.3  # with recurrent layers, whose norms amplify rounding
-# a type or mix for each family, in turn. Append new families to families.MODELS, so that the others
-# keep their types: no norm precedes the first products of Gemma 3n, and with embeddings in MXFP4
-# many activations are halfway between two integers
+GAIN = 0.5
+SMALL_GAIN = 0.3  # for recurrent layers, whose norms amplify rounding
+# Families get these types or mixes in turn. Append new families to families.MODELS, so that others
+# keep theirs: Gemma 3n has no norm before its first products, and with embeddings in MXFP4 many of
+# its activations are halfway between two integers.
 KINDS = ("Q8_0", "Q4_0", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 MIXED = ("experts", "mxfp4_moe")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -53,14 +63,14 @@ def written(name: str, kinds: gguf_files.Kinds) -> gguf_files.Written:
     return gguf_files.written(name, kinds, SMALL_GAIN if name in gguf_files.RECURRENT else GAIN)
 
 
-def own_truth(model: Any, text: list[int]) -> Tensor:
-    """As `truth`, of recurrent models token by token: their forms for several tokens round
-    differently."""
+def expected_logits(model: Any, text: list[int]) -> Tensor:
+    """Return `reference_logits`, but of recurrent models token by token, since their code for
+    several tokens rounds differently."""
     config = make_config(model.config.to_dict(), Path("config.json"))
     if config.recurrent is None:
-        return truth(model, text)
+        return reference_logits(model, text)
     cache, rows = hf.DynamicCache(config=model.config), []
-    with torch.no_grad(), Double():
+    with torch.no_grad(), Float64Mode():
         for token in text:
             ids = torch.tensor([[token]])
             rows.append(model(ids, cache=cache, use_cache=True).logits[0])
@@ -74,8 +84,8 @@ def native_decoder(path: Path) -> NativeDecoder:
 # ---------------------------------------------------------------- configurations
 
 
-# what a directory says and a file says otherwise, or not at all
-OTHERWISE = (
+# fields that differ between a directory and a file
+DIFFERENT_FIELDS = (
     "family",
     "raw",
     "layout",
@@ -89,14 +99,14 @@ OTHERWISE = (
 
 
 @names
-def test_a_file_describes_the_model_of_the_directory(name: str) -> None:
-    """Field by field; ropes by the angles they give."""
+def test_a_file_gives_the_configuration_of_the_directory(name: str) -> None:
+    """All fields are compared, and ropes by their angles."""
     file = written(name, "F16")
     ours = load_config(file.path)
     theirs = make_config(file.model.config.to_dict(), Path("config.json"))
     if theirs.family == "falcon_h1":
         theirs = without_factors(theirs)
-    if theirs.mlp_sizes and not any(theirs.mlp_sizes):  # their size means nothing
+    if theirs.mlp_sizes and not any(theirs.mlp_sizes):  # their size is not used
         theirs = dataclasses.replace(theirs, intermediate=ours.intermediate)
     if theirs.recurrent is not None:
         is_tiled = theirs.family.startswith("qwen3_5")
@@ -104,8 +114,8 @@ def test_a_file_describes_the_model_of_the_directory(name: str) -> None:
             theirs, recurrent=dataclasses.replace(theirs.recurrent, tiled=is_tiled)
         )
     for field in dataclasses.fields(ModelConfig):
-        if field.name not in OTHERWISE:
-            assert same(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+        if field.name not in DIFFERENT_FIELDS:
+            assert is_equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
     assert ours.norm == theirs.norm.removesuffix("_plus_one")
     for layer in range(ours.layers):
         for found, expected in zip(angles(ours, layer), angles(theirs, layer), strict=True):
@@ -113,7 +123,7 @@ def test_a_file_describes_the_model_of_the_directory(name: str) -> None:
 
 
 def without_factors(c: ModelConfig) -> ModelConfig:
-    """What is left of Falcon-H1 where its factors are a part of the weights."""
+    """Return the configuration of Falcon-H1 after its factors were multiplied into the weights."""
     assert c.recurrent is not None
     one = dict.fromkeys(("gate_scale", "decay_scale", "out_scale"), 1.0)
     recurrent = dataclasses.replace(c.recurrent, channel_scales=(1.0, 1.0, 1.0), **one)
@@ -129,13 +139,13 @@ def without_factors(c: ModelConfig) -> ModelConfig:
     )
 
 
-def same(found: object, expected: object) -> bool:
-    """Equal, but for the rounding of floats to 32 bits."""
+def is_equal(found: object, expected: object) -> bool:
+    """Return True if two values are equal up to the rounding of floats to 32 bits."""
     if isinstance(found, float) and isinstance(expected, float):
         return abs(found - expected) <= 1e-6 * abs(expected)
     if dataclasses.is_dataclass(found) and dataclasses.is_dataclass(expected):
         values = dataclasses.astuple(found), dataclasses.astuple(expected)  # type: ignore[arg-type]
-        return all(map(same, *values))
+        return all(map(is_equal, *values))
     return found == expected
 
 
@@ -144,13 +154,13 @@ def angles(config: ModelConfig, layer: int) -> tuple[Tensor, ...]:
     return () if rope is None else rope_tables(config, config.ropes[rope], 64, torch.float32)
 
 
-def test_every_architecture_is_written_by_a_test() -> None:
+def test_every_architecture_is_covered() -> None:
     made = {skim(written(name, "F16").path).architecture for name in gguf_files.FURTHER_NAMES}
     older = {gguf_files.ARCHITECTURES.get(name, name) for name in tiny.FAMILIES}
     assert made | older == set(ARCHITECTURES)
 
 
-def test_the_page_about_models_lists_all_of_them() -> None:
+def test_the_documentation_lists_all_families() -> None:
     page = Path(__file__).parents[2] / "docs" / "models.md"
     rows = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line[:1] == "|"]
     cells = [[set(re.findall("`([^`]+)`", cell)) for cell in row] for row in rows[2:]]
@@ -165,10 +175,11 @@ def test_the_page_about_models_lists_all_of_them() -> None:
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
 @pytest.mark.parametrize("kinds", ["F32", "F16"])
 @names
-def test_floats_give_the_logits_of_transformers(name: str, kinds: str, kernels: str) -> None:
-    file, text = written(name, kinds), ids(24)
+def test_float_files_have_parity(name: str, kinds: str, kernels: str) -> None:
+    file = written(name, kinds)
+    text = ids(24)
     load = native_decoder if kernels == "native" else load_float32
-    near(logits(load(file.path), text), own_truth(file.model, text))
+    assert_near(logits(load(file.path), text), expected_logits(file.model, text))
 
 
 def load_float32(path: Path) -> Decoder:
@@ -177,38 +188,42 @@ def load_float32(path: Path) -> Decoder:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
-def test_quantized_files_give_the_logits_of_their_numbers(name: str, kinds: str) -> None:
-    file, text = written(name, kinds), ids(24)
-    near(logits(load_float32(file.path), text), own_truth(file.model, text))
+def test_quantized_files_have_parity_with_their_dequantized_weights(name: str, kinds: str) -> None:
+    file = written(name, kinds)
+    text = ids(24)
+    assert_near(logits(load_float32(file.path), text), expected_logits(file.model, text))
 
 
 @functools.cache
-def kept(name: str, kinds: gguf_files.Kinds) -> NativeDecoder:
+def cached_decoder(name: str, kinds: gguf_files.Kinds) -> NativeDecoder:
     return native_decoder(written(name, kinds).path)
 
 
 @pytest.mark.one_in(2)
 @compiled
 @pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
-def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: str) -> None:
-    """As in test_gguf_weights.py, where the rounding of one activation may go either way."""
+def test_native_kernels_round_only_activations(name: str, kinds: str) -> None:
+    """The median is compared, since an activation between two integers may round either way."""
     path = written(name, kinds).path
-    expected = Rounded(load_config(path), path, torch.float64, CPU, 128)
-    each = [off(logits(kept(name, kinds), [t]), logits(expected, [t])) for t in ids(9)]
+    expected = RoundingDecoder(load_config(path), path, torch.float64, CPU, 128)
+    each = [
+        relative_error(logits(cached_decoder(name, kinds), [t]), logits(expected, [t]))
+        for t in ids(9)
+    ]
     assert sorted(each)[4] < 1e-6
 
 
-# ---------------------------------------------------------------- experts in any form
+# ---------------------------------------------------------------- types of experts
 
 
-ALL = [kind for kind in gguf_files.TYPES if kind not in ("F32", "F16")]
+TENSOR_TYPES = [kind for kind in gguf_files.TYPES if kind not in ("F32", "F16")]
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", TENSOR_TYPES)
 def test_experts_of_every_type(kind: str, kernels: str, tmp_path: Path) -> None:
-    """One layer, gates and ups of two types; what no native format holds is rounded to bfloat16."""
+    """Gates and ups have two types; types without a native format are rounded to bfloat16."""
     path = tmp_path / "model.gguf"
     sizes = dict(
         hidden_size=256, intermediate_size=256, moe_intermediate_size=256, mlp_only_layers=[],
@@ -221,62 +236,60 @@ def test_experts_of_every_type(kind: str, kernels: str, tmp_path: Path) -> None:
         gguf_files.write(path, model, "two", GAIN)
     text = ids(12)
     if kernels == "torch":
-        near(logits(load_float32(path), text), eager_truth(model, text))
+        assert_near(logits(load_float32(path), text), eager_logits(model, text))
         return
-    expected = Rounded(load_config(path), path, torch.float64, CPU, 128)
+    expected = RoundingDecoder(load_config(path), path, torch.float64, CPU, 128)
     expected._linear = lambda x, linear: torch.nn.functional.linear(  # type: ignore[method-assign]
         x, linear.weight, linear.bias
     )
     rounds = kind == "BF16" or kind not in gguf_files.NATIVE_TYPES
-    found = [off(logits(native_decoder(path), [t]), logits(expected, [t])) for t in text]
+    found = [relative_error(logits(native_decoder(path), [t]), logits(expected, [t])) for t in text]
     assert sorted(found)[6] < (0.03 if rounds else 1e-6)
 
 
-def eager_truth(model: Any, text: list[int]) -> Tensor:
+def eager_logits(model: Any, text: list[int]) -> Tensor:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    return truth(model, text)
+    return reference_logits(model, text)
 
 
 @pytest.mark.parametrize("kinds", ["F32", "Q4_0"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
-def test_gates_and_ups_of_experts_in_one_tensor(name: str, kinds: str, tmp_path: Path) -> None:
+def test_merged_gate_and_up_tensors_of_experts(name: str, kinds: str, tmp_path: Path) -> None:
     path, text = tmp_path / "model.gguf", ids(16)
     model = tiny.hf_model(name, **gguf_files.sizes(name, kinds))
     gguf_files.write(path, model, kinds, GAIN, merged=True)
-    near(logits(load_float32(path), text), eager_truth(model, text))
+    assert_near(logits(load_float32(path), text), eager_logits(model, text))
 
 
 @pytest.mark.parametrize("name", ["granite4", "granite4-dense"])
-def test_a_granite_without_recurrent_layers_under_the_name_of_one_with_them(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_granite_without_recurrent_layers_may_be_called_hybrid(name: str, tmp_path: Path) -> None:
     path, text = tmp_path / "model.gguf", ids(16)
     model = tiny.hf_model(name, **gguf_files.sizes(name, "F32"))
     gguf_files.write(path, model, "F32", GAIN, architecture="granitehybrid")
-    near(logits(load_float32(path), text), eager_truth(model, text))
+    assert_near(logits(load_float32(path), text), eager_logits(model, text))
 
 
-def test_a_granite_that_does_not_rotate(tmp_path: Path) -> None:
+def test_a_granite_without_rope(tmp_path: Path) -> None:
     path, text = tmp_path / "model.gguf", ids(16)
     changes = gguf_files.sizes("granite4", "F32") | {"position_embedding_type": None}
     model = tiny.hf_model("granite4", **changes)
     switch = {"granitemoe.rope.scaling.finetuned": False}
     gguf_files.write(path, model, "F32", GAIN, changes=switch)
     assert load_config(path).ropes == ()
-    near(logits(load_float32(path), text), eager_truth(model, text))
+    assert_near(logits(load_float32(path), text), eager_logits(model, text))
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
-    gguf_files.write(path, sized(name), "F16", changes=changes)
+    gguf_files.write(path, cached_model(name), "F16", changes=changes)
     return path
 
 
 @functools.cache
-def sized(name: str) -> Any:
+def cached_model(name: str) -> Any:
     return tiny.hf_model(name, **gguf_files.sizes(name, "F16"))
 
 
@@ -401,7 +414,7 @@ def test_broken_fields_are_refused_in_one_line(
     refused(lambda: load_float32(path), path, str(path), words, longest=300)
 
 
-def test_a_single_parameter_of_an_activation_is_that_of_all_layers(tmp_path: Path) -> None:
+def test_a_single_activation_parameter_applies_to_all_layers(tmp_path: Path) -> None:
     each = {f"xielu.{name}": [0.5] * 4 for name in XIELU}
     alike = dict.fromkeys(each, 0.5)
     paths = [make(tmp_path / f"{i}.gguf", "apertus", c) for i, c in enumerate((each, alike))]
@@ -418,16 +431,16 @@ def test_a_single_parameter_of_an_activation_is_that_of_all_layers(tmp_path: Pat
         ("qwen3_moe", "blk.0.exp_probs_b.bias", "fit no part"),
     ],
 )
-def test_tensors_of_parts_that_forerun_has_not_are_named(
+def test_tensors_of_unsupported_features_are_named(
     name: str, tensor: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = gguf_files.tensors
+    original = gguf_files.tensors
 
-    def more(*args: Any) -> Any:
-        yield from real(*args)
+    def all_tensors(*args: Any) -> Any:
+        yield from original(*args)
         yield tensor, np.ones(32, np.float32), "F32"
 
-    monkeypatch.setattr(gguf_files, "tensors", more)
+    monkeypatch.setattr(gguf_files, "tensors", all_tensors)
     path = make(tmp_path / "model.gguf", name, {})
     refused(lambda: load_float32(path), path, str(path), extra)
     if ".ssm_" in tensor:
@@ -437,7 +450,7 @@ def test_tensors_of_parts_that_forerun_has_not_are_named(
 def write_older(
     path: Path, model: Any, kinds: str, gain: float, part: str, older: str, **changes: Any
 ) -> None:
-    """Write a file in which a part of each layer has an older name and is one tensor."""
+    """Write a file in which a part of each layer is one tensor with an older name."""
 
     def renamed(key: str, value: Tensor, config: Any) -> Any:
         if key.endswith(f"{part}.weight"):
@@ -451,40 +464,39 @@ def write_older(
     assert f"blk.0.{older}.weight" in skim(path).tensors
 
 
-def test_inputs_of_qwen3_next_in_one_tensor(tmp_path: Path) -> None:
-    """As older files have them, for each key head its query, key, values and gates."""
+def test_older_files_of_qwen3_next_have_one_input_tensor(tmp_path: Path) -> None:
+    """The tensor holds the query, key, values and gates of each key head in turn."""
     path, text = tmp_path / "model.gguf", ids(12)
     model = tiny.hf_model("qwen3_next", **gguf_files.sizes("qwen3_next", "Q8_0"))
     write_older(path, model, "Q8_0", SMALL_GAIN, "linear_attn.in_proj_qkvz", "ssm_in")
     model.set_experts_implementation("eager")
-    near(logits(load_float32(path), text), own_truth(model, text))
+    assert_near(logits(load_float32(path), text), expected_logits(model, text))
 
 
 @pytest.mark.parametrize("kinds", ["F32", "Q8_0"])
-def test_heads_of_latent_attention_in_one_tensor(kinds: str, tmp_path: Path) -> None:
-    """As older files have them, without the keys that tell a head's sizes from those of the
-    cache."""
+def test_older_files_of_latent_attention_have_one_head_tensor(kinds: str, tmp_path: Path) -> None:
+    """These files also lack the keys for sizes of heads that differ from those of the cache."""
     path, text = tmp_path / "model.gguf", ids(12)
     model = tiny.hf_model("deepseek_v2", **gguf_files.sizes("deepseek_v2", kinds))
     sizes = {"key_length_mla": ..., "value_length_mla": ..., "key_length": 96, "value_length": 32}
     changes = {f"deepseek2.attention.{key}": value for key, value in sizes.items()}
     changes["deepseek2.attention.head_count_kv"] = 4
     write_older(path, model, kinds, GAIN, "kv_b_proj", "attn_kv_b", changes=changes)
-    near(logits(load_float32(path), text), eager_truth(model, text))
+    assert_near(logits(load_float32(path), text), eager_logits(model, text))
 
 
-@pytest.mark.parametrize("growth", [0.0, 0.7])
-def test_a_file_of_mistral_4_may_say_how_queries_grow(growth: float, tmp_path: Path) -> None:
-    """Files of other converters do; without the key it is as in the published models."""
+@pytest.mark.parametrize("beta", [0.0, 0.7])
+def test_query_scaling_of_mistral_4_may_be_stated(beta: float, tmp_path: Path) -> None:
+    """Files of other converters have the key; without it the published value is used."""
     path, text = tmp_path / "model.gguf", ids(40)
     model = tiny.hf_model("mistral4", **gguf_files.sizes("mistral4", "F32"))
-    model.config.rope_parameters["llama_4_scaling_beta"] = growth
+    model.config.rope_parameters["llama_4_scaling_beta"] = beta
     scale, length = (f"mistral4.attention.temperature_{key}" for key in ("scale", "length"))
-    gguf_files.write(path, model, "F32", GAIN, changes={scale: growth, length: 16})
-    near(logits(load_float32(path), text), eager_truth(model, text))
+    gguf_files.write(path, model, "F32", GAIN, changes={scale: beta, length: 16})
+    assert_near(logits(load_float32(path), text), eager_logits(model, text))
 
 
-PARTS = {
+REQUIRED = {
     "deepseek_v3": [
         f"blk.2.{part}.weight" for part in ("attn_k_b", "attn_v_b", "attn_kv_a_norm", "attn_q_a")
     ],
@@ -500,15 +512,15 @@ PARTS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor"), [(family, part) for family, parts in PARTS.items() for part in parts]
+    ("family", "tensor"), [(family, part) for family, parts in REQUIRED.items() for part in parts]
 )
-def test_a_missing_part_is_named(
+def test_a_missing_tensor_is_named(
     family: str, tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of latent attention, of parallel residual streams, of a recurrent layer."""
-    real = gguf_files.tensors
+    """They belong to latent attention, parallel residual streams and recurrent layers."""
+    original = gguf_files.tensors
     monkeypatch.setattr(
-        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != tensor)
+        gguf_files, "tensors", lambda *args: (t for t in original(*args) if t[0] != tensor)
     )
     path = make(tmp_path / "model.gguf", family, {})
     with pytest.raises(LoadError, match=tensor):
@@ -516,7 +528,7 @@ def test_a_missing_part_is_named(
 
 
 @names
-def test_listing_finds_nothing_to_refuse(name: str) -> None:
+def test_supported_files_have_no_unsupported_reason(name: str) -> None:
     assert unsupported_reason(skim(written(name, "F16").path)) == ""
 
 
@@ -524,10 +536,10 @@ def test_listing_finds_nothing_to_refuse(name: str) -> None:
     ("gates", "sizes"), [("Q8_0", dict(hidden_size=48)), ("Q4_0", dict(moe_intermediate_size=16))]
 )
 @compiled
-def test_experts_that_are_no_blocks_are_refused_on_the_native_kernels(
+def test_native_kernels_refuse_experts_that_are_not_whole_blocks(
     gates: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
-    """Rows of an expert must begin with a block of outputs: 32, or 16 of a gate and 16 of an up."""
+    """An expert must start at a block of 32 outputs, or of 16 of its gate and 16 of its up."""
     path = tmp_path / "model.gguf"
     model = tiny.hf_model("qwen3_moe", **(gguf_files.sizes("qwen3_moe", "F16") | sizes))
     mix = {"ffn_gate_exps": "F32" if "hidden_size" in sizes else gates, "": "F32"}
@@ -535,4 +547,4 @@ def test_experts_that_are_no_blocks_are_refused_on_the_native_kernels(
         gguf_files.write(path, model, "two", GAIN)
     with pytest.raises(LoadError, match="use kernels=torch"):
         native_decoder(path)
-    near(logits(load_float32(path), ids(9)), eager_truth(model, ids(9)))
+    assert_near(logits(load_float32(path), ids(9)), eager_logits(model, ids(9)))

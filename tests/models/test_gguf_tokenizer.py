@@ -1,6 +1,6 @@
 """Tokenizers of GGUF files give llama.cpp's ids, which scripts/tokenizer_fixture.py recorded.
 
-Also: merges made from scores against a slow reference, end tokens, refusals, `Tokenizer` on a file."""
+Also: merges made from scores against a slow reference, end tokens, refusals, `Tokenizer`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from forerun.models.gguf.tokenizer import (
 )
 from forerun.models.tokenizer import Tokenizer
 from tests.gguf_files import finish, set_key
-from tests.models.test_tokenizer import shown
+from tests.models.test_tokenizer import streamed_text
 
 PREFIX = "tokenizer.ggml."
 KEYS = {
@@ -51,7 +51,7 @@ def fixture() -> dict[str, Any]:
 
 
 def metadata_of(vocabulary: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
-    """What the container gives for a vocabulary."""
+    """Return the metadata that the container gives for a vocabulary."""
     found = {PREFIX + KEYS[name]: value for name, value in vocabulary.items()}
     found[PREFIX + "token_type"] = np.array(vocabulary["kinds"], np.int32)
     if "scores" in vocabulary:
@@ -60,7 +60,7 @@ def metadata_of(vocabulary: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 def case(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One of llama.cpp's lists of answers, and the metadata that it was asked with."""
+    """Return recorded answers of llama.cpp and the metadata that they were recorded with."""
     (found,) = (entry for entry in fixture()["cases"] if entry["name"] == name)
     if "vocabulary" in found:
         return found, metadata_of(fixture()["vocabularies"][found["vocabulary"]], **found["keys"])
@@ -80,7 +80,7 @@ def built(name: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def told(ids: Sequence[int]) -> str:
+def digest_of(ids: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:10]
 
 
@@ -88,47 +88,47 @@ def told(ids: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_are_those_of_llama_cpp(name: str) -> None:
-    """Special tokens that a text spells are parsed as such, or are plain text."""
+def test_token_ids_are_those_of_llama_cpp(name: str) -> None:
+    """The text of special tokens is parsed as such, or kept as plain text."""
     expected, _ = case(name)
-    texts, tokenizer = fixture()["texts"][expected["texts"]], built(name)
+    texts = fixture()["texts"][expected["texts"]]
+    tokenizer = built(name)
     parsed = expected["parsed"].split()
     plain = [b if b != "=" else a for a, b in zip(parsed, expected["plain"].split(), strict=True)]
     for answers, as_plain in ((plain, True), (parsed, False)):
         tokenizer.encode_special_tokens = as_plain
-        found = [told(tokenizer.encode(text).ids) for text in texts]
+        found = [digest_of(tokenizer.encode(text).ids) for text in texts]
         wrong = [text for text, a, b in zip(texts, found, answers, strict=True) if a != b]
         assert wrong == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ends_are_those_of_llama_cpp(name: str) -> None:
+def test_end_tokens_are_those_of_llama_cpp(name: str) -> None:
     expected, metadata = case(name)
     assert end_tokens(metadata) == tuple(expected["ends"])
 
 
 @pytest.mark.parametrize("number", range(len(fixture()["ends"])))
-def test_tokens_are_known_by_their_texts(number: int) -> None:
-    """Files that say little of their tokens: which end a generation, and which are text in a
-    text."""
-    asked = fixture()["ends"][number]
+def test_special_tokens_are_recognised_by_their_text(number: int) -> None:
+    """Files without token types: end tokens, and the tokens that are special within a text."""
+    entry = fixture()["ends"][number]
     small = fixture()["vocabularies"]["bpe"]
     count = small["tokens"].index("<|endoftext|>")
-    tokens = [*small["tokens"][:count], *asked["more"]]
-    keys = {f"{part}_token_id": count + at for part, at in asked["named"].items()}
+    tokens = [*small["tokens"][:count], *entry["more"]]
+    keys = {f"{part}_token_id": count + at for part, at in entry["named"].items()}
     vocabulary = {**small, "tokens": tokens, "kinds": [NORMAL] * len(tokens)}
     metadata = metadata_of(vocabulary, pre="gpt-2", **keys)
-    assert end_tokens(metadata) == tuple(asked["ends"])
+    assert end_tokens(metadata) == tuple(entry["ends"])
     tokenizer = build_tokenizer(metadata)
     assert tokenizer is not None
-    assert tokenizer.encode(asked["text"]).ids == asked["parsed"]
+    assert tokenizer.encode(entry["text"]).ids == entry["parsed"]
     tokenizer.encode_special_tokens = True
-    assert tokenizer.encode(asked["text"]).ids == asked["plain"]
+    assert tokenizer.encode(entry["text"]).ids == entry["plain"]
 
 
-# llama.cpp's names of pre-tokenizers of the architectures that are read: each splits text as one
-# whose ids were recorded
-ALIKE = {
+# llama.cpp's names of further pre-tokenizers, each of which splits text as one whose ids were
+# recorded
+SAME_PATTERNS = {
     "gpt-2": "phi-2 olmo exaone4",
     "smollm": "starcoder refact command-r",
     "smaug-bpe": "dbrx chatglm-bpe",
@@ -138,34 +138,36 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("recorded", ALIKE)
-def test_names_that_split_alike(recorded: str) -> None:
+@pytest.mark.parametrize("recorded", SAME_PATTERNS)
+def test_names_of_equal_pretokenizers(recorded: str) -> None:
     pres = [entry.get("keys", {}).get("pre") for entry in fixture()["cases"]]
     assert recorded in pres
-    for name in ALIKE[recorded].split():
+    for name in SAME_PATTERNS[recorded].split():
         assert find_pretokenizer(name).patterns == find_pretokenizer(recorded).patterns
     for name in ("tekken", "seed-coder", "llama-bpe", "glm4"):
         assert name in pres
 
 
-# ---------------------------------------------------------------- merges made of scores
+# ---------------------------------------------------------------- merges made from scores
 
 
-def slow_ids(
-    text: str, ids: Mapping[str, int], scores: Sequence[float], joins: Sequence[bool]
+def reference_ids(
+    text: str, ids: Mapping[str, int], scores: Sequence[float], can_join: Sequence[bool]
 ) -> list[int]:
     """Reference SentencePiece: repeatedly join the best-scored pair of neighbours."""
     parts = list(text)
     while True:
         found = [(i, ids.get(parts[i] + parts[i + 1])) for i in range(len(parts) - 1)]
-        able = [(-scores[token], i) for i, token in found if token is not None and joins[token]]
-        if not able:
+        joinable = [
+            (-scores[token], i) for i, token in found if token is not None and can_join[token]
+        ]
+        if not joinable:
             return [
                 token
                 for part in parts
                 for token in ([ids[part]] if part in ids else _bytes(part, ids))
             ]
-        _, at = min(able)
+        _, at = min(joinable)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
@@ -174,14 +176,11 @@ def _bytes(part: str, ids: Mapping[str, int]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
-    """Vocabularies that no training makes: scores at random, tokens that nothing reaches."""
-    chance = random.Random(seed)
+def test_merges_made_from_scores_are_equivalent(seed: int) -> None:
+    """Vocabularies are random: scores without order, and tokens that cannot be reached."""
+    rng = random.Random(seed)
     letters = "abcé" if seed % 2 else "ab"
-    words = {
-        "".join(chance.choices(letters, k=chance.randint(2, 7)))
-        for _ in range(chance.randint(5, 60))
-    }
+    words = {"".join(rng.choices(letters, k=rng.randint(2, 7))) for _ in range(rng.randint(5, 60))}
     tokens = [
         "<unk>",
         "<s>",
@@ -190,12 +189,12 @@ def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
         *sorted(letters + "z" + SPACE),
         *sorted(words),
     ]
-    chance.shuffle(tokens)
+    rng.shuffle(tokens)
     kinds = [
         BYTE if t.startswith("<0x") else CONTROL if t in ("<s>", "</s>") else NORMAL for t in tokens
     ]
     kinds[tokens.index("<unk>")] = UNKNOWN
-    scores = [float(score) for score in chance.sample(range(-5000, 0), len(tokens))]
+    scores = [float(score) for score in rng.sample(range(-5000, 0), len(tokens))]
     ids = {token: i for i, token in enumerate(tokens)}
     keys = {
         "bos_token_id": ids["<s>"],
@@ -208,14 +207,14 @@ def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
     )
     assert tokenizer is not None
     for _ in range(200):
-        text = "".join(chance.choices(letters + "xz", k=chance.randint(0, 40)))
-        assert tokenizer.encode(text).ids == slow_ids(
+        text = "".join(rng.choices(letters + "xz", k=rng.randint(0, 40)))
+        assert tokenizer.encode(text).ids == reference_ids(
             text, ids, scores, [kind == NORMAL for kind in kinds]
         )
 
 
-def test_typed_text_never_becomes_a_control_token() -> None:
-    """Not even where its letters could be joined to one: its score is the best of all."""
+def test_plain_text_never_becomes_a_control_token() -> None:
+    """This holds even if its letters could be joined to the token with the best score."""
     tokens = [
         "<unk>",
         "<s>",
@@ -242,8 +241,7 @@ def test_typed_text_never_becomes_a_control_token() -> None:
     assert tokenizer.encode("</s>").tokens == ["</", "s>"]
 
 
-# ---------------------------------------------------------------- what a file says, and what it
-# leaves open
+# ---------------------------------------------------------------- metadata
 
 
 def bpe(**keys: Any) -> dict[str, Any]:
@@ -254,7 +252,7 @@ def spm(**keys: Any) -> dict[str, Any]:
     return metadata_of(fixture()["vocabularies"]["spm"], **keys)
 
 
-def test_special_tokens_by_the_names_of_templates() -> None:
+def test_special_tokens_have_the_names_of_templates() -> None:
     assert special_tokens(bpe(pre="qwen2")) == {}
     assert special_tokens(spm()) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert special_tokens(spm(bos_token_id=4, padding_token_id=0)) | {"x": ""} == {
@@ -305,24 +303,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
+def test_invalid_tokenizers_are_refused_in_one_line(name: str) -> None:
     metadata, why = REFUSED[name]
     with pytest.raises(LoadError, match=why) as caught:
         build_tokenizer(metadata)
     assert "\n" not in str(caught.value)
 
 
-def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.models.gguf.tokenizer.MAX_TOKENS", 100)
     with pytest.raises(LoadError, match="more than 100"):
         build_tokenizer(bpe())
 
 
-# ---------------------------------------------------------------- Tokenizer on a file
+# ---------------------------------------------------------------- Tokenizer of a file
 
 
 def write(path: Path, metadata: Mapping[str, Any]) -> Path:
-    """A GGUF file with nothing but metadata."""
+    """Write a GGUF file with metadata only."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         set_key(writer, key, value.tolist() if isinstance(value, np.ndarray) else value)
@@ -349,16 +347,17 @@ def tokenizer(
     return Tokenizer(write(tmp_path_factory.mktemp("gguf") / "model.gguf", metadata))
 
 
-def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
+def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer) -> None:
     for text in fixture()["texts"]["few"][::7]:
         ids = tokenizer.encode(text, special=False, parse=False)
         for cut in (0, 1, 5):
-            before, whole = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
-            if ids[cut:] and not before.endswith("\ufffd") and whole.startswith(before):
-                assert shown(tokenizer, ids[:cut], ids[cut:]) == whole[len(before) :]
+            before = tokenizer.decode(ids[:cut])
+            text_of_all = tokenizer.decode(ids)
+            if ids[cut:] and not before.endswith("\ufffd") and text_of_all.startswith(before):
+                assert streamed_text(tokenizer, ids[:cut], ids[cut:]) == text_of_all[len(before) :]
 
 
-def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:
+def test_a_special_token_can_be_added(tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary()
     assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
     text, token = tokenizer.with_special_token("<the end>")
@@ -367,7 +366,7 @@ def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:
     assert again.encode("a b <the end>", add_special_tokens=False).ids[-1] == token
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_without_a_valid_tokenizer_is_refused(tmp_path: Path) -> None:
     for metadata in (broken(pre="martian"), {PREFIX + "model": "none"}, {}):
         path = write(
             tmp_path / "model.gguf", {k: v for k, v in metadata.items() if not k.endswith("scores")}

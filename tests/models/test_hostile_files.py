@@ -1,6 +1,6 @@
-"""Hostile model files: each loads and works, or is refused in one line. No crash, hang or code run.
+"""Hostile model files load and work or are refused in one line: no crash, no hang, no code runs.
 
-More mutations by hand: `python -m tests.hostile`."""
+Run more mutations with `python -m tests.hostile`."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
     return lambda base: Path(shutil.copytree(base, tmp_path / "model"))
 
 
-def change(path: Path, **changes: Any) -> Path:
-    """Change an object in a JSON file, and give its folder."""
+def set_json(path: Path, **changes: Any) -> Path:
+    """Change an object in a JSON file; return its folder."""
     raw = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps(raw | changes))
     return path.parent
 
 
 def refused(load: Callable[[], object], *words: str) -> None:
-    """LoadError, in one line that holds all of `words`."""
+    """Assert that loading raises LoadError in one line with all of `words`."""
     with pytest.raises(LoadError) as caught:
         load()
     hostile.check_line(str(caught.value))
@@ -62,9 +62,9 @@ def refused(load: Callable[[], object], *words: str) -> None:
         assert word in str(caught.value)
 
 
-def test_spoiled_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", "off")
-    outcomes = hostile.attack(150, 0, tmp_path)
+    outcomes = hostile.run_mutations(150, 0, tmp_path)
     assert outcomes["fine"] > 15 and outcomes["refused"] > 50
 
 
@@ -74,17 +74,17 @@ def test_spoiled_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("base", ["llama", "gpt2"])
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("ids", [[-1], [64], [2, 1 << 40, -5, 2]], ids=repr)
-def test_end_tokens_that_cannot_be_said_are_left_out(
+def test_end_tokens_outside_the_vocabulary_are_ignored(
     base: str,
     where: str,
     ids: list[int],
     copy: Callable[[Path], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """They failed for everyone as soon as someone asked for min_tokens."""
+    """With min_tokens, such an end token made the batches of all requests fail."""
     directory = copy(tiny.family(base))
     (directory / "generation_config.json").unlink(missing_ok=True)
-    llm = LLM(change(directory / where, eos_token_id=ids), **SETTINGS)
+    llm = LLM(set_json(directory / where, eos_token_id=ids), **SETTINGS)
     assert llm.decoder.config.end_ids == tuple({i: i for i in ids if 0 <= i < 64})
     assert (
         len(llm.generate([[3, 4]], SamplingParams.pure(min_tokens=3, max_tokens=3))[0].token_ids)
@@ -113,19 +113,20 @@ def test_end_tokens_that_cannot_be_said_are_left_out(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_sizes_and_factors_that_cannot_be(
+def test_impossible_sizes_and_factors_are_refused(
     changes: dict[str, Any], word: str, copy: Callable[[Path], Path]
 ) -> None:
-    directory = change(copy(tiny.family("llama")) / "config.json", **changes)
+    directory = set_json(copy(tiny.family("llama")) / "config.json", **changes)
     refused(lambda: LLM(directory, **SETTINGS), word)
 
 
-def test_a_context_whose_tables_do_not_fit(
+def test_a_context_larger_than_the_memory_is_refused(
     copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A configuration may promise any context; what cannot be is told before anything is
-    allocated."""
-    directory = change(copy(tiny.family("llama")) / "config.json", max_position_embeddings=1 << 24)
+    """A configuration may state any context; tables are checked before they are allocated."""
+    directory = set_json(
+        copy(tiny.family("llama")) / "config.json", max_position_embeddings=1 << 24
+    )
     monkeypatch.setattr(load, "free_ram", lambda: 1 << 30)
     with pytest.raises(CapacityError, match=r"16777216 positions.*set a lower context"):
         LLM(directory, **SETTINGS)
@@ -135,19 +136,19 @@ def test_a_context_whose_tables_do_not_fit(
 @pytest.mark.parametrize(
     "value", [v for v in hostile.VALUES if not isinstance(v, list)], ids=lambda v: repr(v)[:20]
 )
-def test_hostile_advice_is_left_out(value: object, tmp_path: Path) -> None:
+def test_invalid_recommended_parameters_are_ignored(value: object, tmp_path: Path) -> None:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    change(tmp_path / "generation_config.json", do_sample=True, **dict.fromkeys(names, value))
+    set_json(tmp_path / "generation_config.json", do_sample=True, **dict.fromkeys(names, value))
     SamplingParams.pure(**recommended(tmp_path))
 
 
 # ---------------------------------------------------------------- tokenizers and templates
 
 
-def test_a_template_that_cannot_be_parsed(
+def test_a_template_with_a_syntax_error_refuses_only_chats(
     copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is told when the model is loaded, and texts are completed all the same."""
+    """A note is printed when the model is loaded, and completions still work."""
     directory = copy(tiny.worded())
     (directory / "chat_template.jinja").write_text("{% for m in messages %}\x1b[2J")
     llm = LLM(directory, **SETTINGS)
@@ -158,90 +159,92 @@ def test_a_template_that_cannot_be_parsed(
     assert llm.generate(["a"], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids
 
 
-def test_looking_at_a_template_runs_nothing_of_it(copy: Callable[[Path], Path]) -> None:
-    """Compiling folds constants: this one would take all memory."""
+def test_checking_a_template_does_not_run_it(copy: Callable[[Path], Path]) -> None:
+    """Compiling it would fold constants, and these would take all memory."""
     directory = copy(tiny.worded())
     (directory / "chat_template.jinja").write_text("{{ 'x' * 10 ** 12 }}{{ 2 ** 10 ** 10 }}")
     assert Text(directory).check(tiny.WORDED) == ""
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["beside tokenizer.json", "alone"])
-def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
+def test_code_of_a_tokenizer_is_refused_without_a_question(
     plain: bool, copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """transformers would ask on a terminal whether to trust it."""
-    directory, mark = copy(tiny.worded()), tmp_path / "was run"
-    (directory / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: ...\n")
+    """transformers would ask on a terminal whether to trust the code."""
+    directory, marker = copy(tiny.worded()), tmp_path / "was run"
+    (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: ...\n")
     auto = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
     settings = {"tokenizer_class": "Evil", "auto_map": auto}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    change(directory / "config.json", auto_map=auto, model_type="llama")
+    set_json(directory / "config.json", auto_map=auto, model_type="llama")
     if not plain:
         (directory / "tokenizer.json").unlink()
 
-    def ask(*_: object) -> str:
-        raise AssertionError("somebody was asked")
+    def fail_to_ask(*_: object) -> str:
+        raise AssertionError("there was a question")
 
-    monkeypatch.setattr(builtins, "input", ask)
+    monkeypatch.setattr(builtins, "input", fail_to_ask)
     monkeypatch.setattr("sys.stdin", None)
     refused(lambda: Text(directory), "code", str(directory))
-    assert not mark.exists()
+    assert not marker.exists()
 
 
 # ---------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../b", "\0", ".."])
-def test_an_index_that_leads_out_of_its_directory(name: str, copy: Callable[[Path], Path]) -> None:
-    directory = change(
+def test_an_index_with_outside_paths_is_refused(name: str, copy: Callable[[Path], Path]) -> None:
+    directory = set_json(
         copy(tiny.family("llama")) / "model.safetensors.index.json", weight_map={"a": name}
     )
     refused(lambda: Checkpoint(directory), "outside its directory")
 
 
-def test_a_file_that_is_far_too_long(copy: Callable[[Path], Path]) -> None:
+def test_a_huge_config_file_is_refused(copy: Callable[[Path], Path]) -> None:
     directory = copy(tiny.family("llama"))
     with (directory / "config.json").open("r+b") as file:
         file.truncate(1 << 40)  # sparse
     refused(lambda: load_config(directory), "config.json", "MB")
 
 
-# ---------------------------------------------------------------- the cache of packed weights
+# ---------------------------------------------------------------- cache of packed weights
 
 
 @pytest.fixture
 def cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Callable[[], torch.Tensor], Path]:
-    """What a model says when it is loaded, and its file in the cache."""
+    """Return a function that loads a model and gives its logits, and the file in the cache."""
     native.start(1)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packed_cache, "MIN_BYTES", 0)
     path = tiny.family("llama")
 
-    def say() -> torch.Tensor:
+    def load_and_run() -> torch.Tensor:
         return logits(NativeDecoder(load_config(path), path, "int8", 64, False), [*range(3, 12)])
 
-    say()
+    load_and_run()
     (file,) = (tmp_path / "cache" / "packed").iterdir()
-    return say, file
+    return load_and_run, file
 
 
 @compiled
-def test_spoiled_packed_files(cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
-    """The model says the same, bit for bit: a file that is not whole is as good as none."""
-    say, file = cached
-    whole, expected, chance = file.read_bytes(), say(), random.Random(3)
+def test_corrupt_packed_files_are_ignored(cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
+    """The logits stay equal, since a corrupt file counts as a missing one."""
+    load_and_run, file = cached
+    content = file.read_bytes()
+    expected = load_and_run()
+    rng = random.Random(3)
     for i in range(60):
-        data = bytearray(whole)
+        data = bytearray(content)
         if i % 3 == 0:
-            del data[chance.randrange(len(data)) :]
+            del data[rng.randrange(len(data)) :]
         else:
-            end = chance.choice((1, 200, len(data)))  # the trailer, the index, anywhere
-            for _ in range(chance.choice((1, 1, 4))):
-                data[-chance.randint(1, end)] ^= 1 << chance.randrange(8)
+            end = rng.choice((1, 200, len(data)))  # the trailer, the index, anywhere
+            for _ in range(rng.choice((1, 1, 4))):
+                data[-rng.randint(1, end)] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
-        assert torch.equal(say(), expected), i
+        assert torch.equal(load_and_run(), expected), i
 
 
 @compiled
@@ -257,16 +260,17 @@ def test_spoiled_packed_files(cached: tuple[Callable[[], torch.Tensor], Path]) -
     ],
     ids=str,
 )
-def test_packed_files_with_a_false_index(
+def test_packed_files_with_an_impossible_index_are_ignored(
     entry: Any, cached: tuple[Callable[[], torch.Tensor], Path]
 ) -> None:
-    """Their checksums are right, but what the index says is impossible."""
-    say, file = cached
-    whole, expected = file.read_bytes(), say()
-    start, length, _, _ = TRAILER.unpack(whole[-TRAILER.size :])
-    own, index = json.loads(whole[start : start + length])
+    """Their checksums are right, but the index has impossible entries."""
+    load_and_run, file = cached
+    content = file.read_bytes()
+    expected = load_and_run()
+    start, length, _, _ = TRAILER.unpack(content[-TRAILER.size :])
+    own, index = json.loads(content[start : start + length])
     index["0.qkv"] = entry
     content = json.dumps([own, index]).encode()
     trailer = TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC)
-    file.write_bytes(whole[:start] + content + trailer)
-    assert torch.equal(say(), expected)
+    file.write_bytes(content[:start] + content + trailer)
+    assert torch.equal(load_and_run(), expected)

@@ -16,7 +16,7 @@ from tests.models.homes import plain_model
 
 @pytest.fixture
 def remote(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
-    """Repositories of a fake Hub: sizes of their files. Downloads land in `home/remote`."""
+    """Replace the Hub by repositories of file sizes, downloaded to `home/remote`."""
     files: dict[str, dict[str, int]] = {}
     monkeypatch.setattr(hub, "files_of_hub", lambda repository: files[repository])
     monkeypatch.setattr(
@@ -25,17 +25,17 @@ def remote(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, i
     return files
 
 
-def test_files(home: Path) -> None:
+def test_paths_of_files(home: Path) -> None:
     file = little(home / "m.gguf")
     assert find_model(str(file)) == find_model("~/m.gguf") == file
-    blob = little(home / "sha256-00")  # Ollama's blobs have no ending
+    blob = little(home / "sha256-00")  # blobs of Ollama have no file extension
     assert find_model(str(blob)) == blob
     (home / "model.safetensors").write_bytes(b"12345678")
     with pytest.raises(LoadError, match=r"is a file: give a .gguf file, or the directory"):
         find_model(str(home / "model.safetensors"))
 
 
-def test_a_directory_is_itself_or_its_one_file(home: Path) -> None:
+def test_a_directory_with_a_single_gguf_file_is_that_file(home: Path) -> None:
     directory = plain_model(home / "plain", "model.safetensors")
     little(directory / "m.gguf")
     assert find_model(str(directory)) == directory, "weights beside config.json come first"
@@ -51,22 +51,22 @@ def test_a_directory_is_itself_or_its_one_file(home: Path) -> None:
     assert find_model(str(home / "empty")) == home / "empty", "loading reports what is missing"
 
 
-ODD = ["", "C:\\models\\m.gguf", "a/b:", "a/b:c:d", "a/b/c", "a//b", "~nobody/m", "\0", "m" * 5000]
+BAD = ["", "C:\\models\\m.gguf", "a/b:", "a/b:c:d", "a/b/c", "a//b", "~nobody/m", "\0", "m" * 5000]
 
 
-@pytest.mark.parametrize("name", [*ODD, "/no/m", "m"])
-def test_odd_names_are_one_line(home: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*BAD, "/no/m", "m"])
+def test_invalid_names_give_one_line(home: Path, name: str) -> None:
     with pytest.raises(LoadError, match=r"there is no directory or file .*: .*ollama:NAME"):
         find_model(name)
 
 
-def test_downloads(
+def test_all_shards_are_downloaded(
     remote: dict[str, dict[str, int]],
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All shards are downloaded, and their size is announced."""
+    """Their total size is printed before the download."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -90,7 +90,7 @@ def test_downloads(
 def test_a_repository_without_a_tag(
     remote: dict[str, dict[str, int]], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Safetensors if there are any, else the preferred GGUF file."""
+    """The safetensors files are used if there are any, else the preferred GGUF file."""
     directory = plain_model(home / "snapshot")
     monkeypatch.setattr(hub, "_download_snapshot", lambda repository, wanted: directory)
     remote["org/m"] = {"config.json": 1, "m-Q2_K.gguf": 5, "m-Q4_K_M.gguf": 6}
@@ -102,13 +102,13 @@ def test_a_repository_without_a_tag(
     assert find_model("org/m") == directory
 
 
-def test_errors_of_the_hub_are_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_hub_give_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     with pytest.raises(LoadError, match=r"no directory a/b here, and .*: it is not in the local"):
         find_model("a/b")
     client = HfHubHTTPError.__mro__[1]
-    for error, why in (
+    for error, reason in (
         (client("no route\nto host"), "cannot be reached"),
         (OSError("disk full"), "disk full"),
         (HFValidationError("bad"), "no valid Hub id"),
@@ -118,7 +118,7 @@ def test_errors_of_the_hub_are_one_line(home: Path, monkeypatch: pytest.MonkeyPa
             raise error
 
         monkeypatch.setattr(hub, "files_of_hub", failing)
-        words = f"no Q8_0 of org/m here, and it cannot be downloaded from the Hub: .*{why}"
+        words = f"no Q8_0 of org/m here, and it cannot be downloaded from the Hub: .*{reason}"
         with pytest.raises(LoadError, match=words):
             find_model("org/m:Q8_0")
 
@@ -134,19 +134,19 @@ MIXED = [*(f"m-{label}.gguf" for label in LABELS), "mmproj-F16.gguf"]
     [
         ("Q4_K_M", "m-Q4_K_M.gguf"),
         ("q4_k_m", "m-Q4_K_M.gguf"),
-        ("Q4_K", None),  # a tag is no prefix,
-        ("F16", None),  # no suffix,
-        (".*", None),  # and no pattern
+        ("Q4_K", None),  # a prefix of a tag
+        ("F16", None),  # a suffix of a tag
+        (".*", None),  # a pattern
         ("Q4_K_XL", "m-UD-Q4_K_XL.gguf"),
         ("IQ4_NL", "m-IQ4_NL.gguf"),
         (None, "m-Q4_K_M.gguf"),
     ],
 )
-def test_a_tag_means_one_file(tag: str | None, file: str | None) -> None:
+def test_a_tag_selects_one_file(tag: str | None, file: str | None) -> None:
     assert choose_gguf(MIXED, tag) == file
 
 
-def test_choosing_among_files() -> None:
+def test_the_preferred_file_is_chosen() -> None:
     assert choose_gguf(["a-Q2_K.gguf", "b-Q8_0.gguf"], None) == "b-Q8_0.gguf"
     assert choose_gguf(["b-Q3_K_S.gguf", "a-Q2_K.gguf", "README.md"], None) == "a-Q2_K.gguf"
     assert choose_gguf(["mmproj-Q8_0.gguf", "config.json"], None) is None

@@ -1,4 +1,4 @@
-"""Loading model directories: every supported layout, and one line for everything that is wrong."""
+"""Loading of model directories: every supported layout, and errors in one line."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def load(directory: Path) -> Decoder:
 
 
 def refused(directory: Path, *words: str) -> None:
-    """Loading raises LoadError, in one line that holds all of `words`."""
+    """Assert that loading raises LoadError in one line with all of `words`."""
     checks.refused(lambda: load(directory), directory, *words)
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
-    """A copy of a family's model."""
+    """Copy the model of a family."""
     return lambda name: Path(shutil.copytree(tiny.family(name), tmp_path / name))
 
 
@@ -69,52 +69,52 @@ def tensors_of(weights: Weights) -> Iterator[Tensor]:
                     yield part.bias
 
 
-def same(one: Path, other: Path) -> None:
+def assert_same_weights(one: Path, other: Path) -> None:
     first, second = (list(tensors_of(load(path).weights)) for path in (one, other))
     assert len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-# ---------------------------------------------------------------- what loads
+# ---------------------------------------------------------------- layouts that load
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
 def test_sharded_checkpoints(name: str, tmp_path: Path) -> None:
-    """With the index, and without it: the files say what they hold."""
+    """They load with the index and without it, from the headers of the files."""
     tiny.hf_model(name).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    same(tmp_path, tiny.family(name))
+    assert_same_weights(tmp_path, tiny.family(name))
     (tmp_path / "model.safetensors.index.json").unlink()
-    same(tmp_path, tiny.family(name))
+    assert_same_weights(tmp_path, tiny.family(name))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_tied_embeddings(name: str, copy: Copy) -> None:
-    """With and without a head in the file; the head's bytes count once."""
+    """The file may have a head or not; the bytes of the head count once."""
     decoder = load(tiny.family(name))
     assert decoder.config.tied and decoder.weights.head.weight is decoder.weights.embed
     stem = {"gpt2": "transformer.wte.weight"}.get(name, "model.embed_tokens.weight")
     with_head = set_tensors(copy(name), lambda t: t | {"lm_head.weight": t[stem].clone()})
-    same(with_head, tiny.family(name))
+    assert_same_weights(with_head, tiny.family(name))
     layers = decoder.weights.layers
     size = sum(m.weight.numel() for x in layers for m in (x.qkv, x.out, x.up, x.down))
     assert decoder.weight_bytes == 4 * (size + tiny.VOCAB * decoder.config.hidden)
 
 
-def test_checkpoints_of_older_versions(copy: Copy) -> None:
-    """Without the prefix of every name, and with buffers that are no weights."""
+def test_checkpoints_with_older_names_load(copy: Copy) -> None:
+    """Names lack their prefix, and buffers are stored that are not weights."""
 
-    def older(tensors: Tensors) -> Tensors:
+    def with_old_names(tensors: Tensors) -> Tensors:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
         return bare | {
             "h.0.attn.bias": torch.ones(1, 1, 4, 4),
             "h.1.attn.masked_bias": torch.ones(1),
         }
 
-    same(set_tensors(copy("gpt2"), older), tiny.family("gpt2"))
+    assert_same_weights(set_tensors(copy("gpt2"), with_old_names), tiny.family("gpt2"))
 
 
 @pytest.mark.parametrize(
-    "own, other, expected",
+    "config, generation, expected",
     [
         (2, ..., (2,)),
         ([2, 3], ..., (2, 3)),
@@ -123,13 +123,13 @@ def test_checkpoints_of_older_versions(copy: Copy) -> None:
         (2, {}, (2,)),
     ],
 )
-def test_end_tokens(own: Any, other: Any, expected: tuple[int, ...], copy: Copy) -> None:
+def test_end_tokens(config: Any, generation: Any, expected: tuple[int, ...], copy: Copy) -> None:
     """generation_config.json takes precedence over config.json."""
-    directory = set_config(copy("llama"), eos_token_id=own)
-    generation = directory / "generation_config.json"
-    generation.unlink(missing_ok=True)
-    if other is not ...:
-        generation.write_text(json.dumps(other))
+    directory = set_config(copy("llama"), eos_token_id=config)
+    path = directory / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if generation is not ...:
+        path.write_text(json.dumps(generation))
     assert load_config(directory).end_ids == expected
 
 
@@ -174,7 +174,7 @@ CONFIGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("name, changes, words", CONFIGS, ids=str)
-def test_a_wrong_configuration_is_named(
+def test_a_wrong_configuration_field_is_named(
     name: str, changes: dict[str, Any], words: tuple[str, ...], copy: Copy
 ) -> None:
     refused(set_config(copy(name), **changes), *words)
@@ -185,18 +185,18 @@ NO_OBJECTS = [b"", b"{", b"{'model_type': 'llama'}", b"\xff\xfe{}", b"[1, 2]", b
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", NO_OBJECTS, ids=repr)
-def test_files_that_are_no_json_object(file: str, content: bytes, copy: Copy) -> None:
+def test_files_without_a_json_object_are_named(file: str, content: bytes, copy: Copy) -> None:
     directory = copy("llama")
     (directory / file).write_bytes(content)
     refused(directory, file)
 
 
-WRONG: list[Any] = [None, "x", "7", -1, 0, 1.5, True, [], [1], {}, {"a": 1}]
+WRONG_VALUES: list[Any] = [None, "x", "7", -1, 0, 1.5, True, [], [1], {}, {"a": 1}]
 COMMON = (
     "num_key_value_heads head_dim rms_norm_eps rope_parameters rope_theta rope_scaling hidden_act "
     "tie_word_embeddings eos_token_id"
 )
-KEYS = {  # what each family reads
+KEYS = {  # fields that each family reads
     "llama": f"attention_bias mlp_bias {COMMON} {' '.join(SIZES)}",
     "qwen2": "sliding_window use_sliding_window max_window_layers layer_types",
     "smollm3": "no_rope_layers no_rope_layer_interval layer_types",
@@ -226,11 +226,11 @@ ROPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_no_other_exception_escapes(name: str, copy: Copy) -> None:
-    """One key at a time of the wrong type or out of range; a model that does load must also run."""
+def test_wrong_values_raise_only_load_errors(name: str, copy: Copy) -> None:
+    """One field at a time has a wrong type or range; a model that still loads must also run."""
     directory = copy(name)
     original = (directory / "config.json").read_text()
-    cases: list[dict[str, Any]] = [{k: v} for k in KEYS[name].split() for v in WRONG]
+    cases: list[dict[str, Any]] = [{k: v} for k in KEYS[name].split() for v in WRONG_VALUES]
     if "rope_parameters" in KEYS[name]:
         cases += [{"rope_parameters": rope} for rope in ROPES]
     for case in cases:
@@ -248,12 +248,12 @@ def test_no_other_exception_escapes(name: str, copy: Copy) -> None:
 # ---------------------------------------------------------------- tensors and files
 
 
-def lacks(name: str) -> Callable[[Tensors], Tensors]:
+def without(name: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {k: v for k, v in tensors.items() if k != name}
 
 
-def shaped(**shapes: tuple[int, ...]) -> Callable[[Tensors], Tensors]:
-    """Replace tensors, whose names have __ for a dot."""
+def shapes(**shapes: tuple[int, ...]) -> Callable[[Tensors], Tensors]:
+    """Replace tensors; `__` in their names is a dot."""
     zeros = {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
     return lambda tensors: tensors | zeros
 
@@ -262,20 +262,20 @@ Q = f"{ATTENTION}q_proj.weight"
 CHECKPOINTS: dict[str, tuple[str, Callable[[Tensors], Tensors], tuple[str, ...]]] = {
     "no embedding": (
         "llama",
-        lacks("model.embed_tokens.weight"),
+        without("model.embed_tokens.weight"),
         ("model.embed_tokens.weight", "lacks"),
     ),
-    "no head": ("llama", lacks("lm_head.weight"), ("lm_head.weight", "lacks")),
-    "no key": ("llama", lacks(f"{ATTENTION}k_proj.weight"), ("k_proj.weight", "lacks")),
-    "no bias": ("qwen2", lacks(f"{ATTENTION}v_proj.bias"), ("v_proj.bias", "lacks")),
-    "no norm": ("qwen3", lacks(f"{ATTENTION}q_norm.weight"), ("q_norm.weight", "lacks")),
-    "no position": ("gpt2", lacks("transformer.wpe.weight"), ("wpe.weight", "lacks")),
-    "few rows": ("llama", shaped(model__embed_tokens__weight=(63, 32)), ("embed_tokens", "config")),
+    "no head": ("llama", without("lm_head.weight"), ("lm_head.weight", "lacks")),
+    "no key": ("llama", without(f"{ATTENTION}k_proj.weight"), ("k_proj.weight", "lacks")),
+    "no bias": ("qwen2", without(f"{ATTENTION}v_proj.bias"), ("v_proj.bias", "lacks")),
+    "no norm": ("qwen3", without(f"{ATTENTION}q_norm.weight"), ("q_norm.weight", "lacks")),
+    "no position": ("gpt2", without("transformer.wpe.weight"), ("wpe.weight", "lacks")),
+    "few rows": ("llama", shapes(model__embed_tokens__weight=(63, 32)), ("embed_tokens", "config")),
     "an axis more": ("llama", lambda t: t | {Q: torch.zeros(32, 32, 1)}, (Q, "config.json")),
-    "an axis less": ("llama", shaped(model__norm__weight=()), ("model.norm.weight", "config.json")),
+    "an axis less": ("llama", shapes(model__norm__weight=()), ("model.norm.weight", "config.json")),
     "not transposed": (
         "gpt2",
-        shaped(transformer__h__0__attn__c_attn__weight=(96, 32)),
+        shapes(transformer__h__0__attn__c_attn__weight=(96, 32)),
         ("c_attn.weight",),
     ),
     "parts that only add up": (
@@ -300,41 +300,41 @@ def test_a_wrong_tensor_is_named(case: str, copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1], ids=str)
-def test_truncated_weights(keep: float, copy: Copy) -> None:
+def test_truncated_weights_are_refused(keep: float, copy: Copy) -> None:
     path = copy("llama") / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
     refused(path.parent, str(path.parent))
 
 
-def test_pickled_weights_only(copy: Copy) -> None:
+def test_pickled_weights_are_refused(copy: Copy) -> None:
     directory = copy("llama")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     refused(directory, "no *.safetensors", "convert", ".bin")
 
 
-MAPS: list[Any] = [None, [], {}, {"a": 5}, {"a": None}, {"a": ["x"]}, {"a": ""}, {"a": "."}]
-INDEXES = ["", "{", "{}", "[]", "null", *(json.dumps({"weight_map": names}) for names in MAPS)]
+BAD_MAPS: list[Any] = [None, [], {}, {"a": 5}, {"a": None}, {"a": ["x"]}, {"a": ""}, {"a": "."}]
+INDEXES = ["", "{", "{}", "[]", "null", *(json.dumps({"weight_map": names}) for names in BAD_MAPS)]
 
 
-def test_a_wrong_index(tmp_path: Path) -> None:
+def test_a_wrong_index_is_refused(tmp_path: Path) -> None:
     tiny.hf_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    gone = sorted(tmp_path.glob("*.safetensors"))[1]
-    gone.unlink()
-    refused(tmp_path, gone.name, "download")
+    missing = sorted(tmp_path.glob("*.safetensors"))[1]
+    missing.unlink()
+    refused(tmp_path, missing.name, "download")
     for content in INDEXES:
         (tmp_path / "model.safetensors.index.json").write_text(content)
         refused(tmp_path, str(tmp_path))
 
 
-def test_multi_token_layers_behind_the_last_layer_are_left_alone(copy: Copy) -> None:
-    """GLM-4.5's checkpoints have them as further layers; only as many as config.json says."""
-    directory, says = copy("glm4_moe"), "fit no part of this model"
+def test_multi_token_layers_after_the_last_layer_are_ignored(copy: Copy) -> None:
+    """Checkpoints of GLM-4.5 store them as further layers; config.json has their number."""
+    directory, reason = copy("glm4_moe"), "fit no part of this model"
     layers = load_config(directory).layers
     extra = {f"model.layers.{layers}.eh_proj.weight": torch.zeros(4, 8)}
     set_tensors(directory, lambda stored: stored | extra)
     for number in (0, ..., None, "1", -1, True, 1.5):
-        refused(set_config(directory, num_nextn_predict_layers=number), says)
+        refused(set_config(directory, num_nextn_predict_layers=number), reason)
     load(set_config(directory, num_nextn_predict_layers=1))
     set_tensors(directory, lambda stored: stored | {f"model.layers.{layers + 1}.x": torch.zeros(1)})
     refused(directory, f"model.layers.{layers + 1}.x")

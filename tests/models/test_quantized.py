@@ -1,9 +1,7 @@
-"""Quantised checkpoints: each layout gives exactly the weights it stands for, and the native
-formats the same integers.
+"""Quantised checkpoints: each layout is dequantized exactly, and native formats keep its integers.
 
-Protects: every layout against a packer written from its definition; layers that differ from their
-neighbours; the message for whatever is not supported or does not fit; what is carried over into the
-native formats and what is not."""
+Protects: every layout, compared with a packer written from its definition; layers with their own
+settings; messages for unsupported methods and wrong tensors; which integers native formats keep."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def refused(directory: Path, *words: str) -> None:
-    """Loading raises LoadError, in one line that holds all of `words`."""
+    """Assert that loading raises LoadError in one line with all of `words`."""
     checks.refused(lambda: load(directory), directory, *words, longest=300)
 
 
@@ -49,32 +47,23 @@ def change(directory: Path, edit: Callable[[Tensors], Any]) -> Path:
     return directory
 
 
-def holds(directory: Path, expected: Tensors, dtype: torch.dtype = torch.float32) -> None:
-    """The loaded matrices are bit for bit those of the unquantised names in `expected`."""
+def check_weights(directory: Path, expected: Tensors, dtype: torch.dtype = torch.float32) -> None:
+    """Assert that the loaded matrices equal those in `expected`, by their unquantised names."""
     for i, layer in enumerate(load(directory, dtype).weights.layers):
-        at = f"model.layers.{i}."
-        if "transformer.wte.weight" in expected:
-            at, names, turned = (
-                f"transformer.h.{i}.",
-                [["attn.c_attn"], ["attn.c_proj"], ["mlp.c_fc"], ["mlp.c_proj"]],
-                True,
-            )
-        elif f"{at}self_attn.qkv_proj.weight" in expected:
-            names, turned = (
-                [
-                    ["self_attn.qkv_proj"],
-                    ["self_attn.o_proj"],
-                    ["mlp.gate_up_proj"],
-                    ["mlp.down_proj"],
-                ],
-                False,
-            )
+        prefix = f"model.layers.{i}."
+        is_transposed = "transformer.wte.weight" in expected
+        if is_transposed:
+            prefix = f"transformer.h.{i}."
+            names = [["attn.c_attn"], ["attn.c_proj"], ["mlp.c_fc"], ["mlp.c_proj"]]
+        elif f"{prefix}self_attn.qkv_proj.weight" in expected:
+            stems = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+            names = [[stem] for stem in stems]
         else:
             qkv, up = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
-            names, turned = [qkv, ["self_attn.o_proj"], up, ["mlp.down_proj"]], False
+            names = [qkv, ["self_attn.o_proj"], up, ["mlp.down_proj"]]
         for part, stems in zip((layer.qkv, layer.out, layer.up, layer.down), names, strict=True):
-            weights = [expected[f"{at}{stem}.weight"] for stem in stems]
-            weight = torch.cat([w.T if turned else w for w in weights])
+            weights = [expected[f"{prefix}{stem}.weight"] for stem in stems]
+            weight = torch.cat([w.T if is_transposed else w for w in weights])
             assert torch.equal(part.weight, weight.to(dtype))
 
 
@@ -89,22 +78,22 @@ def holds(directory: Path, expected: Tensors, dtype: torch.dtype = torch.float32
         ("awq", 4, 16), ("packed", 4, 32), ("packed", 4, 0), ("packed", 8, 16), ("plain", 8, 0), ("plain", 8, 32),
     ],
 )  # fmt: skip
-def test_weights_are_those_the_layout_stands_for(
+def test_every_layout_is_dequantized_exactly(
     layout: str, bits: int, size: int, symmetric: bool, tmp_path: Path
 ) -> None:
     dtype = torch.float32 if symmetric else torch.bfloat16
-    holds(tmp_path, checkpoint(tmp_path, layout, bits, size, symmetric), dtype)
+    check_weights(tmp_path, checkpoint(tmp_path, layout, bits, size, symmetric), dtype)
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "llama-biased"])
-def test_families(name: str, tmp_path: Path) -> None:
-    """Fused projections as they are, matrices that GPT-2 has the other way round, biases."""
-    holds(tmp_path, checkpoint(tmp_path, "gptq", size=16, name=name))
+def test_fused_transposed_and_biased_layers(name: str, tmp_path: Path) -> None:
+    """Phi-3 has fused projections, GPT-2 transposed matrices, and one Llama biases."""
+    check_weights(tmp_path, checkpoint(tmp_path, "gptq", size=16, name=name))
 
 
 @pytest.mark.parametrize("layout", ["gptq", "packed"])
-def test_modules_that_were_left_alone(layout: str, tmp_path: Path) -> None:
-    """One of three that are stacked, and one that stands alone."""
+def test_modules_that_are_not_quantised(layout: str, tmp_path: Path) -> None:
+    """One is part of a fused projection of three, the other a projection of its own."""
     expected = checkpoint(tmp_path, layout)
     original = dict(tiny.hf_model("llama", gain=0.5, **quantise.ROOMY).state_dict())
 
@@ -114,12 +103,12 @@ def test_modules_that_were_left_alone(layout: str, tmp_path: Path) -> None:
                 del tensors[name]
             tensors[f"{stem}.weight"] = expected[f"{stem}.weight"] = original[f"{stem}.weight"]
 
-    holds(change(tmp_path, edit), expected)
+    check_weights(change(tmp_path, edit), expected)
 
 
 def test_layers_of_different_bits_and_groups(tmp_path: Path) -> None:
-    """As GPTQModel's dynamic rules make them: the tensors say what config.json says only by
-    patterns."""
+    """Dynamic rules of GPTQModel cause them; shapes of tensors decide, not the patterns in
+    config.json."""
     expected = checkpoint(tmp_path, "gptq")
 
     def edit(tensors: Tensors) -> None:
@@ -131,17 +120,17 @@ def test_layers_of_different_bits_and_groups(tmp_path: Path) -> None:
             )
             del tensors[f"{stem}.g_idx"]
 
-    holds(change(tmp_path, edit), expected)
+    check_weights(change(tmp_path, edit), expected)
 
 
-FLOATS = {  # the shape of the scales, for a matrix [64, 96]
+SCALE_KINDS = {  # the shape of scales of a matrix [64, 96]
     "tensor": (), "one": (1,), "channel": (64, 1), "flat": (64,), "group": (64, 3), "block": (3, 5),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scale", [*FLOATS, "fine"])
+@pytest.mark.parametrize("scale", [*SCALE_KINDS, "fine"])
 def test_8_bit_floats(scale: str, tmp_path: Path) -> None:
-    """With compressed-tensors' names and, block by block, with those of fine-grained fp8."""
+    """Names are those of compressed-tensors and, for blocks, also those of fine-grained fp8."""
     tiny.hf_model("llama", gain=0.5, **quantise.ROOMY).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     expected, block = dict(tensors), (24, 20)
@@ -168,7 +157,7 @@ def test_8_bit_floats(scale: str, tmp_path: Path) -> None:
         expected[f"{stem}.weight"] = low.float() * spread
         tensors[f"{stem}.weight"] = low
         tensors[f"{stem}.weight_scale" + ("_inv" if scale == "fine" else "")] = scales
-        if scale == "channel":  # older writers kept the zero points of what has none
+        if scale == "channel":  # older writers stored unused zero points
             tensors[f"{stem}.weight_zero_point"] = torch.zeros_like(scales).to(low.dtype)
     weights = dict(num_bits=8, type="float", block_structure=block if scale == "block" else None)
     own: dict[str, Any] = dict(
@@ -183,11 +172,11 @@ def test_8_bit_floats(scale: str, tmp_path: Path) -> None:
         if scale == "fine"
         else own,
     )
-    holds(tmp_path, expected)
+    check_weights(tmp_path, expected)
 
 
 @pytest.mark.parametrize("key", ["compression_config", "quantization_config"])
-def test_older_places_of_the_settings(key: str, tmp_path: Path) -> None:
+def test_older_names_of_the_settings(key: str, tmp_path: Path) -> None:
     expected = checkpoint(tmp_path, "packed")
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
@@ -199,10 +188,10 @@ def test_older_places_of_the_settings(key: str, tmp_path: Path) -> None:
         "sparsity_config": {},
     }
     path.write_text(json.dumps(raw | {key: settings if key == "compression_config" else nested}))
-    holds(tmp_path, expected)
+    check_weights(tmp_path, expected)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
 AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm")
@@ -210,10 +199,10 @@ AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm")
 
 def compressed(weights: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     group = dict(targets=["Linear"], weights=dict(num_bits=4, type="int") | (weights or {}))
-    whole = dict(
+    tensors = dict(
         quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": group}
     )
-    return whole | settings
+    return tensors | settings
 
 
 @pytest.mark.parametrize(
@@ -248,7 +237,7 @@ def compressed(weights: dict[str, Any] | None = None, **settings: Any) -> dict[s
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_said_with_what_is(
+def test_unsupported_methods_are_refused_with_the_supported_ones(
     settings: Any, word: str, tmp_path: Path
 ) -> None:
     checkpoint(tmp_path, "gptq")
@@ -258,15 +247,13 @@ def test_what_is_not_supported_is_said_with_what_is(
     )
 
 
-WRONG: list[Any] = [None, "x", "4", -2, 0, 1.5, True, [], [1], [1, 2], {}, {"a": 1}]
+WRONG_VALUES: list[Any] = [None, "x", "4", -2, 0, 1.5, True, [], [1], [1, 2], {}, {"a": 1}]
 
 
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", ["gptq", "awq", "packed"])
-def test_no_other_exception_escapes_whatever_the_settings_hold(
-    layout: str, step: int, tmp_path: Path
-) -> None:
-    """Every key with one in `step` of the wrong values, in turn."""
+def test_wrong_settings_raise_only_load_errors(layout: str, step: int, tmp_path: Path) -> None:
+    """Every key gets one in `step` of the wrong values."""
     checkpoint(tmp_path, layout)
     tensors = load_file(tmp_path / "model.safetensors")
     settings = quantise.settings(layout, 4, 32, True)
@@ -278,12 +265,14 @@ def test_no_other_exception_escapes_whatever_the_settings_hold(
         "transform_config",
         "quantization_config",
     ]
-    cases: list[Any] = [settings | {key: value} for key in keys for value in WRONG]
+    cases: list[Any] = [settings | {key: value} for key in keys for value in WRONG_VALUES]
     if layout == "packed":
         weights = ("num_bits", "type", "block_structure")
-        cases += [compressed({key: value}) for key in weights for value in WRONG]
-        cases += [compressed(config_groups={"g": value}) for value in WRONG]
-    cases = [case for i, case in enumerate(cases) if (i + i // len(WRONG)) % step == 0] + WRONG
+        cases += [compressed({key: value}) for key in weights for value in WRONG_VALUES]
+        cases += [compressed(config_groups={"g": value}) for value in WRONG_VALUES]
+    cases = [
+        case for i, case in enumerate(cases) if (i + i // len(WRONG_VALUES)) % step == 0
+    ] + WRONG_VALUES
     quantise.save(tmp_path, tensors)
     for case in cases:
         quantise.configure(tmp_path, quantization_config=case)
@@ -302,37 +291,31 @@ def test_no_other_exception_escapes_whatever_the_settings_hold(
         ("plain", "weight_zero_point"),
     ],
 )  # fmt: skip
-def test_a_tensor_that_does_not_fit_is_named(layout: str, part: str, tmp_path: Path) -> None:
-    """Of another shape, another type, with another number of axes, or empty."""
+def test_a_tensor_with_a_wrong_shape_or_type_is_named(
+    layout: str, part: str, tmp_path: Path
+) -> None:
+    """It has another shape, type or number of axes, or is empty."""
     checkpoint(tmp_path, layout, 8 if layout == "plain" else 4, symmetric=False)
-    whole = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
     name = f"{FIRST}.{part}"
-    good = whole[name]
-    short, other = (
-        good[:-1],
-        good.to(torch.float32 if not good.is_floating_point() else torch.int32),
-    )
-    bad = [
-        short,
-        good[None],
-        torch.zeros(0, dtype=good.dtype),
-        good.flatten()[0],
-        torch.cat((good, good)),
-    ]
-    bad += [] if part == "weight_shape" else [other]
-    for tensor in bad:
-        quantise.save(tmp_path, whole | {name: tensor.clone()})
+    valid = tensors[name]
+    empty = torch.zeros(0, dtype=valid.dtype)
+    invalid = [valid[:-1], valid[None], empty, valid.flatten()[0], torch.cat((valid, valid))]
+    if part != "weight_shape":
+        invalid.append(valid.to(torch.int32 if valid.is_floating_point() else torch.float32))
+    for tensor in invalid:
+        quantise.save(tmp_path, tensors | {name: tensor.clone()})
         refused(tmp_path, f"{FIRST}.")
     if part == "g_idx":
-        quantise.save(tmp_path, whole | {name: good + 1})
+        quantise.save(tmp_path, tensors | {name: valid + 1})
         refused(tmp_path, name)
 
 
-# ---------------------------------------------------------------- the native formats
+# ---------------------------------------------------------------- native formats
 
 
 def forms(decoder: Any) -> dict[str, str]:
-    """The format of each kind of matrix; the layers must agree."""
+    """Return the format of each kind of matrix, which must be the same in all layers."""
     w = decoder.weights
     found = {
         part: {getattr(layer, part).form for layer in w.layers}
@@ -350,14 +333,14 @@ def runner(directory: Path, **options: Any) -> Runner:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1), (32, 64), (96, 65), (64, 100), (130, 128)])
 @pytest.mark.parametrize("form", ["int4", "int8"])
-def test_the_layout_is_that_of_the_compiled_code(
+def test_lossless_packing_has_the_layout_of_the_compiled_code(
     form: str, shape: tuple[int, int], gated: bool
 ) -> None:
-    """Byte by byte, on matrices whose numbers the rounding of `pack` is certain to find again."""
+    """All bytes are equal for matrices whose integers are restored by the rounding of `pack`."""
     generator = torch.Generator().manual_seed(1)
     low = {"int4": -8, "int8": -127}[form]
     values = torch.randint(low, -low, shape, generator=generator)
-    values[:, ::32] = low  # the number that pack takes its scale from
+    values[:, ::32] = low  # `pack` derives its scale from this value
     groups = -(-shape[1] // 32)
     scale = (
         torch.rand(shape[0], groups if form == "int4" else 1, generator=generator) + 0.01
@@ -369,19 +352,20 @@ def test_the_layout_is_that_of_the_compiled_code(
     exact = LosslessMatrix(
         form, values.to(torch.int8), scale if form == "int4" else scale.float()[:, 0]
     )
-    mine, theirs = PackedMatrix(exact, None, form, gated), PackedMatrix(weight, None, form, gated)
-    assert (mine.data == theirs.data).all()
-    assert (mine.scale == theirs.scale).all()
+    own = PackedMatrix(exact, None, form, gated)
+    packed = PackedMatrix(weight, None, form, gated)
+    assert (own.data == packed.data).all()
+    assert (own.scale == packed.scale).all()
 
 
 @compiled
 @pytest.mark.parametrize(
     "layout, bits, size", [("gptq", 4, 32), ("packed", 4, 64), ("awq", 4, 64), ("plain", 8, 0)]
 )
-def test_integers_and_scales_are_carried_over(
+def test_native_formats_keep_integers_and_scales(
     layout: str, bits: int, size: int, tmp_path: Path
 ) -> None:
-    """Into a format that holds the weights bit for bit."""
+    """The format holds the weights bit for bit."""
     expected = checkpoint(tmp_path, layout, bits, size, intermediate_size=128)
     decoder = runner(tmp_path).decoder
     form = "int4" if bits == 4 else "int8"
@@ -411,7 +395,7 @@ def test_integers_and_scales_are_carried_over(
     ],
     ids=str,
 )
-def test_what_the_options_make_of_a_4_bit_checkpoint(
+def test_options_choose_the_format_of_a_4_bit_checkpoint(
     options: dict[str, Any], expected: tuple[str, str], tmp_path: Path
 ) -> None:
     checkpoint(tmp_path, "gptq")
@@ -421,9 +405,11 @@ def test_what_the_options_make_of_a_4_bit_checkpoint(
 
 
 @pytest.mark.parametrize("layout", ["gptq", "packed"])
-def test_activation_order(layout: str, tmp_path: Path) -> None:
-    """Groups whose inputs do not stand together."""
-    holds(tmp_path, checkpoint(tmp_path, layout, symmetric=layout == "packed", shuffled=True))
+def test_activation_order_of_groups(layout: str, tmp_path: Path) -> None:
+    """The inputs of a group are not consecutive."""
+    check_weights(
+        tmp_path, checkpoint(tmp_path, layout, symmetric=layout == "packed", shuffled=True)
+    )
 
 
 def test_a_quantised_head(tmp_path: Path) -> None:

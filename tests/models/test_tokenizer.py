@@ -1,4 +1,4 @@
-"""Tokenizer: round trips, text streams whatever the token borders, stop strings, chats, refusals."""
+"""Tokenizer: round trips, text streams for any token borders, stop strings, chats, refusals."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CORPUS = [
     "def f(x):\n    return [i ** 2 for i in range(x)]\n\n\n",
 ]
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|end|>"]
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def byte_level() -> Backend:
-    """Byte-level BPE, a few merges: many characters take several tokens. <s> stands before a
-    text."""
+    """Return byte-level BPE with few merges, so that many characters take several tokens; <s> is
+    prepended."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def byte_level() -> Backend:
 
 
 def byte_fallback() -> Backend:
-    """As Llama 2, Mistral and Gemma do it: words, and a token a byte for what is no word."""
+    """Return a tokenizer like those of Llama 2, Mistral and Gemma, with byte tokens as fallback."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"▁abc", "▁a", "▁b"]
     vocabulary = {word: i for i, word in enumerate(words)}
     merges = [("▁", "a"), ("▁", "b")]
@@ -79,7 +79,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write(tmp_path_factory.mktemp("byte-level"), byte_level(), **PLAIN))
 
 
-def test_what_was_set_for_training_does_not_cut_or_fill_prompts(tmp_path: Path) -> None:
+def test_stored_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     backend = byte_level()
     backend.enable_truncation(3)
     backend.enable_padding(length=40)
@@ -101,7 +101,7 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """One token a byte."""
+    """Return one token for each byte."""
     vocabulary = tokenizer.vocabulary()
     if "<0x00>" in vocabulary:
         return [vocabulary[f"<0x{byte:02X}>"] for byte in data]
@@ -113,10 +113,10 @@ def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     return [vocabulary[spelling[byte]] for byte in data]
 
 
-def shown(
+def streamed_text(
     tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], stops: Sequence[str] = ()
 ) -> str:
-    """All the text a stream shows, checking on the way that it shows only what is whole."""
+    """Return the text of a stream, taken token by token."""
     stream, parts = TextStream(tokenizer, prompt, stops), []
     for i, token in enumerate(output, start=1):
         stream.append(token)
@@ -146,7 +146,7 @@ def test_round_trip(text: str, tokenizer: Tokenizer) -> None:
     "settings",
     [{}, {"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "GPT2Tokenizer"}],
 )
-def test_every_way_of_storing_it_reads_the_same(
+def test_settings_of_the_class_do_not_matter(
     settings: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     other = Tokenizer(write(tmp_path, byte_level(), **settings))
@@ -160,18 +160,18 @@ def test_every_way_of_storing_it_reads_the_same(
 
 @pytest.mark.parametrize("text", CORPUS, ids=range(5))
 @pytest.mark.parametrize("cut", [0, 1, 3, 10])
-def test_stream_shows_the_decoded_whole(text: str, cut: int, tokenizer: Tokenizer) -> None:
-    """Whatever part of the text is the prompt."""
+def test_streamed_text_is_the_decoded_text(text: str, cut: int, tokenizer: Tokenizer) -> None:
+    """This holds for any part of the text as the prompt."""
     ids = tokenizer.encode(text)
     prompt = ids[:cut]
     before = tokenizer.decode(prompt)
-    if BROKEN in before:
+    if REPLACEMENT in before:
         pytest.skip("the prompt ends within a character")
-    assert shown(tokenizer, prompt, ids[cut:]) == text[len(before) :]
+    assert streamed_text(tokenizer, prompt, ids[cut:]) == text[len(before) :]
 
 
-def test_spellings_are_the_bytes_behind_other_text(either: Tokenizer) -> None:
-    """Spaces that begin a token are kept, however many; special tokens have none."""
+def test_vocabulary_bytes_are_those_within_a_text(either: Tokenizer) -> None:
+    """Leading spaces of a token are kept; special tokens have no spelling."""
     size = len(either.vocabulary())
     spellings = either.vocabulary_bytes(size + 3)
     text = "a  the  grün 😀 text"
@@ -187,59 +187,62 @@ def test_spellings_are_the_bytes_behind_other_text(either: Tokenizer) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_invalid_bytes_never_crash(seed: int, either: Tokenizer) -> None:
-    """Any bytes at all, split anywhere between prompt and output, and the text after them still
-    arrives."""
-    chance, ending = random.Random(seed), either.encode("abcab", special=False)
+    """Random bytes are split between prompt and output, and the text after them is still
+    complete."""
+    rng = random.Random(seed)
+    ending = either.encode("abcab", special=False)
     for _ in range(120):
-        data = bytes(
-            chance.choice(b"ab\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xa9\xff") for _ in range(14)
-        )
-        cut = chance.randint(0, 14)
-        prompt, output = byte_ids(either, data[:cut]), byte_ids(either, data[cut:])
-        assert shown(either, prompt, output + ending).endswith("bcab")
+        data = bytes(rng.choice(b"ab\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xa9\xff") for _ in range(14))
+        cut = rng.randint(0, 14)
+        prompt = byte_ids(either, data[:cut])
+        output = byte_ids(either, data[cut:])
+        assert streamed_text(either, prompt, output + ending).endswith("bcab")
 
 
 @pytest.mark.parametrize("end", [b"\xff", b"\xe2", b"\xe2\x82", b"\xac"], ids=repr)
-def test_a_stray_byte_after_a_whole_character(end: bytes, fallback: Tokenizer) -> None:
-    """Byte-fallback decoders judge a run of bytes as one: a bad byte spoils the good ones that were
-    shown before it."""
+def test_an_invalid_byte_after_a_character(end: bytes, fallback: Tokenizer) -> None:
+    """Byte-fallback decoders decode runs of bytes together, so an invalid byte would also change
+    valid ones before it."""
     letters = fallback.vocabulary()
     output = [letters["a"], *byte_ids(fallback, "€".encode() + end), letters["b"], letters["c"]]
-    text = shown(fallback, [], output)
+    text = streamed_text(fallback, [], output)
     assert text.startswith("a€")
     assert text.endswith("bc")
 
 
-@pytest.mark.parametrize("end", [BROKEN.encode(), b"\xff", b"\xe2\x82", b"\xf0\x9f\x98"], ids=repr)
+@pytest.mark.parametrize(
+    "end", [REPLACEMENT.encode(), b"\xff", b"\xe2\x82", b"\xf0\x9f\x98"], ids=repr
+)
 def test_no_text_of_the_prompt_is_shown(end: bytes, either: Tokenizer) -> None:
-    """Not even where the prompt ends in something that is no whole character."""
-    text = shown(either, byte_ids(either, b"hello" + end), byte_ids(either, b"xyz"))
+    """This holds even if the prompt ends within a character."""
+    text = streamed_text(either, byte_ids(either, b"hello" + end), byte_ids(either, b"xyz"))
     assert not set("hello") & set(text)
     assert text.endswith("xyz")
 
 
 def test_first_word_keeps_its_space_after_a_prompt(fallback: Tokenizer) -> None:
-    """Decoders of this kind strip the space before the first word of a text, which an output is
-    not."""
+    """These decoders strip the space before the first word of a text, but an output continues a
+    text."""
     words = fallback.vocabulary()
-    assert shown(fallback, [words["▁a"]], [words["▁b"], words["▁a"]]) == " b a"
-    assert shown(fallback, [], [words["▁b"], words["▁a"]]) == "b a"
+    assert streamed_text(fallback, [words["▁a"]], [words["▁b"], words["▁a"]]) == " b a"
+    assert streamed_text(fallback, [], [words["▁b"], words["▁a"]]) == "b a"
 
 
-def test_what_never_becomes_a_character_is_not_kept_for_ever(tokenizer: Tokenizer) -> None:
-    """Each token would take longer than the one before it; and the text behind it still arrives."""
-    bad, special = byte_ids(tokenizer, b"\xff"), tokenizer.vocabulary()["<|end|>"]
+def test_invalid_text_is_not_pending_for_ever(tokenizer: Tokenizer) -> None:
+    """Pending text is bounded, so that tokens take constant time; later text is still complete."""
+    bad = byte_ids(tokenizer, b"\xff")
+    special = tokenizer.vocabulary()["<|end|>"]
     stream, text = TextStream(tokenizer, [], ()), ""
     for token in [*bad * 1000, *[special] * 1000, *byte_ids(tokenizer, b"end")]:
         stream.append(token)
         text += stream.take(finished=False)
         assert len(stream.stream.pending) + len(stream.stream.context) <= 2 * MAX_PENDING
-    assert text.strip(BROKEN) == "end"
+    assert text.strip(REPLACEMENT) == "end"
 
 
 @pytest.mark.parametrize("length", [LONG - 1, LONG, 3 * LONG])
-def test_long_texts_are_read_and_spelled_as_short_ones_are(length: int, either: Tokenizer) -> None:
-    """As a batch of one, which takes another way through the library."""
+def test_long_texts_are_encoded_and_decoded_as_short_ones(length: int, either: Tokenizer) -> None:
+    """Long texts are batches of one, for which the library has other code."""
     text = ("".join(CORPUS) * length)[:length]
     ids = either.encode(text)
     assert ids == either._backend.encode(text).ids
@@ -255,13 +258,13 @@ def test_long_texts_are_read_and_spelled_as_short_ones_are(length: int, either: 
 # ---------------------------------------------------------------- stop strings
 
 
-class Spelled:
-    """A tokenizer whose tokens are the pieces themselves: token i of an output spells pieces[i]."""
+class PieceTokenizer:
+    """A tokenizer in which token i of an output has the text pieces[i]."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self.pieces = pieces
 
-    def stream(self, prompt: Sequence[int]) -> Spelled:
+    def stream(self, prompt: Sequence[int]) -> PieceTokenizer:
         return self
 
     def append(self, token: int) -> str:
@@ -272,8 +275,8 @@ class Spelled:
 
 
 def run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], str, bool]:
-    """What is shown after each piece, the whole, and whether it stopped."""
-    stream, parts = TextStream(Spelled(pieces), [], stops), []  # type: ignore[arg-type]
+    """Return the text shown after each piece, all text, and whether the stream stopped."""
+    stream, parts = TextStream(PieceTokenizer(pieces), [], stops), []  # type: ignore[arg-type]
     for i in range(len(pieces)):
         stream.append(i)
         parts.append(stream.take(finished=stream.stopped or i == len(pieces) - 1))
@@ -283,7 +286,7 @@ def run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], str, bo
 
 
 def expected(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], str, bool]:
-    """The same, the naive way: look through the whole text after every piece."""
+    """Return the same with a naive search of the whole text after every piece."""
     text, total, parts = "", "", []
     for i, piece in enumerate(pieces):
         text += piece
@@ -291,13 +294,13 @@ def expected(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], st
         if at:
             text = text[: min(at)]
         last = bool(at) or i == len(pieces) - 1
-        held = [
+        partial = [
             n
             for n in range(1, len(text) + 1)
             for stop in stops
             if stop.startswith(text[-n:]) and n < len(stop)
         ]
-        end = len(text) if last else len(text) - max(held, default=0)
+        end = len(text) if last else len(text) - max(partial, default=0)
         parts.append(text[len(total) : end])
         total = text[:end] if end > len(total) else total
         if at:
@@ -307,32 +310,28 @@ def expected(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], st
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_strings_against_a_naive_search(seed: int) -> None:
-    """Short pieces and stops over two letters: overlapping prefixes and several stops at once are
-    the rule."""
-    chance = random.Random(seed)
+    """Pieces and stops are short and over two letters, so that prefixes overlap and several stops
+    match."""
+    rng = random.Random(seed)
     for _ in range(500):
-        pieces = [
-            "".join(chance.choices("ab", k=chance.randint(0, 4)))
-            for _ in range(chance.randint(1, 8))
-        ]
-        stops = [
-            "".join(chance.choices("ab", k=chance.randint(1, 6)))
-            for _ in range(chance.randint(0, 3))
-        ]
+        pieces = ["".join(rng.choices("ab", k=rng.randint(0, 4))) for _ in range(rng.randint(1, 8))]
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(0, 3))]
         found = run(pieces, stops)
         assert found == expected(pieces, stops)
         assert "".join(found[0]) == found[1]
 
 
-def test_the_worst_stops_take_linear_time() -> None:
-    """Beginnings of each other, of a text that almost goes on: the old search looked at each of
-    them for each token."""
+def test_many_nested_stop_strings_take_linear_time() -> None:
+    """The stops are prefixes of each other and match the text almost completely; a naive search
+    compares each of them for each token."""
     stops = ["a" * length + "b" for length in range(1, 40_000, 4000)]
     start = time.perf_counter()
     matcher = StopMatcher(StopAutomaton([*stops, "a" * 90_000 + "c"]))
     assert not any(matcher.feed("a") for _ in range(100_000))
     assert matcher.partial_length == 90_000
-    assert time.perf_counter() - start < 10  # half a second on a quiet machine; minutes before
+    assert (
+        time.perf_counter() - start < 10
+    )  # half a second on an idle machine; minutes with a naive search
 
 
 # ---------------------------------------------------------------- chat
@@ -342,7 +341,7 @@ TEMPLATE = (
     "{% endif %}<|user|>{{ m.role }}/{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|user|>{% endif %}"
 )
-TALK = [
+CONVERSATION = [
     {"role": "user", "content": "hi 🎉"},
     {"role": "assistant", "content": "yes?"},
     {"role": "user", "content": "ok"},
@@ -350,7 +349,7 @@ TALK = [
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
-def test_layout_of_the_model(place: str, tmp_path: Path) -> None:
+def test_chats_use_the_template_of_the_model(place: str, tmp_path: Path) -> None:
     settings = dict(PLAIN, chat_template=TEMPLATE) if place == "tokenizer_config.json" else PLAIN
     write(tmp_path, byte_level(), **settings)
     if place != "tokenizer_config.json":
@@ -358,31 +357,31 @@ def test_layout_of_the_model(place: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.has_chat_template
     text = "<s><|user|>user/hi 🎉<|end|><|user|>assistant/yes?<|end|><|user|>user/ok<|end|><|user|>"
-    assert tokenizer.chat(TALK) == tokenizer.encode(text, special=False)
-    assert tokenizer.chat(TALK).count(tokenizer.vocabulary()["<s>"]) == 1
+    assert tokenizer.chat(CONVERSATION) == tokenizer.encode(text, special=False)
+    assert tokenizer.chat(CONVERSATION).count(tokenizer.vocabulary()["<s>"]) == 1
 
 
-def test_template_that_refuses(tmp_path: Path) -> None:
+def test_errors_of_a_template_are_one_line(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, byte_level(), **PLAIN, chat_template=TEMPLATE))
     with pytest.raises(RequestError, match="no system here") as caught:
         tokenizer.chat([{"role": "system", "content": "be good"}])
     assert "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------- what cannot be read
+# ---------------------------------------------------------------- refusals
 
 
 def refused(directory: Path) -> None:
     checks.refused(lambda: Tokenizer(directory), directory, str(directory))
 
 
-def test_missing_tokenizer(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     refused(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "Spell"}}', "null"])
 @pytest.mark.parametrize("settings", [PLAIN, {}], ids=["plain", "auto"])
-def test_broken_tokenizer(content: str, settings: Any, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_refused(content: str, settings: Any, tmp_path: Path) -> None:
     write(tmp_path, byte_level(), **settings)
     (tmp_path / "tokenizer.json").write_text(content)
     refused(tmp_path)

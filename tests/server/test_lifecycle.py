@@ -24,7 +24,7 @@ from forerun.server import run as server_run
 from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests import tiny
-from tests.forked import Spoken as start
+from tests.forked import StderrProcess as start
 from tests.server.serving import post_headers, until
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""What tests call in a sandbox. Light: it is imported there."""
+"""Tasks that tests run in worker processes, which import this module, so it imports little."""
 
 import itertools
 import os
@@ -7,15 +7,15 @@ import time
 from typing import Any
 
 
-def act(kind: str, value: Any = None) -> Any:
-    """One of the things that work in a sandbox may do."""
+def run(kind: str, value: Any = None) -> Any:
+    """Run one kind of task."""
     return {
-        "say": lambda: value,
+        "echo": lambda: value,
         "pid": os.getpid,
         "modules": lambda: sorted(sys.modules),
         "compute": lambda: [None for _ in itertools.repeat(0) if False],
         "sleep": lambda: time.sleep(value),
-        "hoard": lambda: [bytearray(1 << 20) for _ in range(value)] and None,
-        "recurse": lambda: act("recurse"),
+        "allocate": lambda: [bytearray(1 << 20) for _ in range(value)] and None,
+        "recurse": lambda: run("recurse"),
         "exit": lambda: os._exit(0),
     }[kind]()

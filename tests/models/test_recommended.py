@@ -1,4 +1,4 @@
-"""What a model's authors recommend is found, and nothing that cannot be is taken."""
+"""Recommended sampling parameters are read from model files; invalid ones are ignored."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import gguf
 from forerun.models.chat_template import recommended
 
 
-def test_a_directory_that_samples(tmp_path: Path) -> None:
+def test_sampling_parameters_of_a_directory(tmp_path: Path) -> None:
     settings = {
         "do_sample": True,
         "temperature": 0.6,
@@ -20,9 +20,9 @@ def test_a_directory_that_samples(tmp_path: Path) -> None:
     assert recommended(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
-def test_a_directory_that_says_nothing_or_nonsense(tmp_path: Path) -> None:
-    """Greedy configurations hold numbers too, which are not meant; a broken file is told by whoever
-    needs it."""
+def test_absent_and_invalid_parameters_are_ignored(tmp_path: Path) -> None:
+    """Numbers of greedy configurations do not count; a broken file is reported by other readers of
+    it."""
     assert recommended(tmp_path) == {}
     for text in ('{"temperature": 0.6}', '{"do_sample": false, "top_k": 5}', "[]", "{"):
         (tmp_path / "generation_config.json").write_text(text)
@@ -38,7 +38,7 @@ def test_a_directory_that_says_nothing_or_nonsense(tmp_path: Path) -> None:
     assert recommended(tmp_path) == {"repetition_penalty": 1.1}
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
+def test_sampling_parameters_of_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_float32("general.sampling.temp", 0.5)
