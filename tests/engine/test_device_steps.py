@@ -128,7 +128,7 @@ def _plain_texts(given: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     "draft",
     [
-        *("off", "suffix", "model", "in turn", "listed", "eagle", "eagle1", "mtp"),
+        *("off", "suffix", "model", "in turn", "shortlist", "eagle", "eagle1", "mtp"),
         *("recycle", "suffix+recycle"),
     ],
 )
