@@ -37,7 +37,7 @@ from tests.cache.test_recurrent import (
     text,
 )
 from tests.engine import build
-from tests.engine.test_device_steps import Waits
+from tests.engine.test_device_steps import HostSyncs
 
 META = torch.device("meta")
 
@@ -120,9 +120,9 @@ def test_the_host_waits_as_with_other_models(draft: str) -> None:
             engine.add(build.prompts()[prompt], params, draft=draft, depth=4)
         while min(request.produced for request in engine.requests.values()) < 2:
             engine.step_or_raise()
-        with Waits() as waits:
+        with HostSyncs() as syncs:
             engine.step_or_raise()
-        found.append(len(waits.names))
+        found.append(len(syncs.names))
     assert found[0] <= found[1]
 
 

@@ -28,7 +28,7 @@ from forerun.runtime.torch_runner import Runner
 from tests import tiny
 from tests.cache.test_recurrent import PAGE, chain, names, random_path, text
 from tests.engine import build
-from tests.engine.test_device_steps import Waits
+from tests.engine.test_device_steps import HostSyncs
 from tests.runtime.test_captured import RecordedOperations
 
 CPU = torch.device("cpu")
@@ -336,10 +336,10 @@ def test_the_host_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
             room = runner.cache.length[segment.slot] + len(segment.tokens)
             assert runner.cache.pages.grow(segment.slot, room)
         recorded = graphs.count
-        with Waits() as waits:
+        with HostSyncs() as syncs:
             runner.forward(segments)
             runner.cache.commit(0, [0, 1, 3])
             runner.cache.commit(1, [0])
-        assert not waits.names or graphs.count > recorded
+        assert not syncs.names or graphs.count > recorded
     assert graphs.count < 5 and runner.cache.recurrent is not None
     assert len(runner.cache.recurrent._unnamed[0]) > 1
