@@ -19,7 +19,7 @@ from forerun.models.decoder import Decoder
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
 from tests.models.test_packing import load
-from tests.runtime.test_captured import Waiting, chain
+from tests.runtime.test_captured import SyncCounter, chain
 
 MIXTURES = [
     "granitemoe",
@@ -140,9 +140,9 @@ def test_grouped_products_are_for_gpus_and_bfloat16() -> None:
 @pytest.mark.parametrize("form", [experts.on_device, every, gathered, grouped, by_expert])
 def test_the_host_waits_for_nothing(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call = calls_of(tiny.decoder(tiny.family("gpt_oss"), torch.float32))[0]
-    with monkeypatch.context() as patch, Waiting(patch) as waiting:
+    with monkeypatch.context() as patch, SyncCounter(patch) as syncs:
         form(*call)
-    assert (waiting.count > 0) == (form is by_expert)
+    assert (syncs.count > 0) == (form is by_expert)
 
 
 @pytest.mark.cuda
