@@ -259,9 +259,7 @@ def test_long_prompts_are_reused_up_to_the_last_copy(name: str) -> None:
         assert torch.equal(last(1, prompt, start), expected)
 
 
-def test_copies_are_bounded_and_the_least_recently_used_are_evicted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_are_bounded_and_evicted_by_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     monkeypatch.setattr(recurrent, "COPY_BYTES", 0)
     run = runner("qwen3_5")

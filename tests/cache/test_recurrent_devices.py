@@ -95,9 +95,7 @@ def test_the_host_never_reads_states(name: str, monkeypatch: pytest.MonkeyPatch)
         assert uploads.count == 0
 
 
-def test_uncommitted_nodes_move_on_the_device_in_a_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_uncommitted_nodes_move_on_the_device_in_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner("falcon_h1", "meta")
     assert run.cache.pages.grow(0, 24)
     run.forward([Segment(0, text(5), chain(5), [4])])
@@ -164,7 +162,7 @@ def test_needed_bytes_match_the_allocated_memory() -> None:
     assert RecurrentStates.needed_bytes(llama, 3, torch.device("cuda")) == 0
 
 
-def test_the_old_cache_is_freed_before_one_of_another_size_is_made(
+def test_the_old_cache_is_freed_before_a_resized_one_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = runner("falcon_h1", "cpu")

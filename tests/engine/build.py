@@ -42,8 +42,6 @@ PROPOSERS = (
     "ngram", "suffix", "recycle", "lookahead", "model", "shortlist", "tree", "medusa", "mlp", "eagle", "eagle1", "parallel",
     "pard", "mtp", "block", "both", "cascade", "ahead",
 )  # fmt: skip
-
-
 BLOCKS: dict[str, dict[str, Any]] = {  # further kinds of block drafters
     "windows": {"layer": WINDOWS},
     "gated": {"markov": MarkovShape(5, "gated")},

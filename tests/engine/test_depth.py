@@ -295,9 +295,7 @@ def test_match_lengths_are_grouped_by_powers_of_two() -> None:
 @pytest.mark.parametrize(
     ("mix", "requests"), [("good", 1), ("half", 4), ("mixed", 16), ("bad", 16), ("good", 48)]
 )
-def test_speed_is_close_to_the_best_depths_for_all_cost_curves(
-    curve: str, mix: str, requests: int
-) -> None:
+def test_speed_is_close_to_that_of_the_best_depths(curve: str, mix: str, requests: int) -> None:
     """The policy reaches 0.89 of the speed of a policy that knows all rates and costs, and is never
     much slower than plain decoding. Longer runs differ less (`python -m tests.engine.machine`)."""
     best, plain = machine.shares(curve, mix, requests, 200 * max(requests, 20))

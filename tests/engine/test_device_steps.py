@@ -377,9 +377,7 @@ def test_rounds_reach_the_end_of_the_context(draft: str) -> None:
 @pytest.mark.parametrize(
     "given", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"min_tokens": TOKENS}], ids=str
 )
-def test_requests_that_need_python_run_one_round_per_step(
-    log: list[str], given: dict[str, Any]
-) -> None:
+def test_requests_that_need_python_run_single_rounds(log: list[str], given: dict[str, Any]) -> None:
     """While such a request runs, all others in the batch do the same."""
     made = engine("model")
     special = add(made, "model", **given)

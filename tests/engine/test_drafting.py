@@ -447,9 +447,7 @@ def test_a_shorter_copy_is_requested_if_there_is_no_room_for_a_full_one(
     assert request.stats.by_source["copies"].accepted > 5 and not request.stats.reasons[NO_ROOM]
 
 
-def test_a_drafter_with_a_long_lag_waits_while_prompts_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_drafter_with_a_long_lag_waits_during_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second request has a long prompt that is read in many steps; nothing is drafted in them."""
     drafter = Sometimes("second", 1)
     engine = engine_of(drafter)

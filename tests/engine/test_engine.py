@@ -137,9 +137,7 @@ def test_an_aborted_request_emits_one_abort_event() -> None:
         ([5] * 100, {"max_tokens": 100}, CapacityError, "lower max_tokens or raise kv_tokens"),
     ],
 )
-def test_invalid_requests_are_refused(
-    tokens: list[int], options: dict, error: type, message: str
-) -> None:
+def test_invalid_requests(tokens: list[int], options: dict, error: type, message: str) -> None:
     engine = build.engine("llama", tokens=128)
     with pytest.raises(error, match=message):
         engine.add(tokens, SamplingParams(**options))

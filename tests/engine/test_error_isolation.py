@@ -85,8 +85,7 @@ def play(
 
 
 def seen(events: Sequence[Event], digits: int = 9) -> list[Any]:
-    """Return everything that a client can see of a request. The last of 16 digits depend on the
-    batch in torch, but not in the native kernels."""
+    """Return all that a client sees; in torch the last of 16 digits depend on the batch."""
     tokens = [token for event in events for token in event.token_ids]
     logprobs = []
     for entry in (entry for event in events for entry in event.logprobs or ()):
@@ -201,7 +200,7 @@ def test_a_failure_does_not_change_other_requests_under_ratio_rules(rule: str, d
 
 
 @pytest.mark.parametrize("method", ["masks", "advance", "prune", "forced"])
-def test_a_failing_grammar_ends_only_its_own_request(
+def test_a_failing_grammar_ends_only_its_request(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
@@ -263,9 +262,7 @@ def test_a_request_ends_normally_if_its_text_cannot_be_learned(
     assert request.finish_reason in ("stop", "length") and engine.drafting.state(request).released
 
 
-def test_an_abort_works_though_the_text_fails(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_works_if_the_text_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.reset()
     request = engine.add(build.prompts()[0], params(0))
     engine.step_or_raise()

@@ -76,9 +76,7 @@ def reference(decoder: object, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["alone", "in a cascade"])
 @pytest.mark.parametrize("tokens", [1024, 160], ids=["room", "preempted"])
-def test_states_of_every_committed_token_are_observed_once_and_in_order(
-    wrap: bool, tokens: int
-) -> None:
+def test_states_of_committed_tokens_are_observed_once_and_in_order(wrap: bool, tokens: int) -> None:
     decoder = tiny.decoder(tiny.family("llama"))
     engine, watcher = watching(decoder, tiny.decoder(tiny.drafter("llama")), wrap, tokens=tokens)
     for i, prompt in enumerate(build.prompts(6)):

@@ -142,9 +142,7 @@ def test_tokens_equal_those_of_one_round_per_step(
     ids=str,
 )
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_sampling_parameters_and_ends_are_those_of_single_steps(
-    draft: str, params: dict[str, Any]
-) -> None:
+def test_sampling_and_ends_equal_those_of_single_steps(draft: str, params: dict[str, Any]) -> None:
     ends = []
     for seconds in (0.0, 10.0):
         made = engine(draft, seconds=seconds)
@@ -270,7 +268,7 @@ def test_small_pools_and_the_end_of_the_context(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS[1:])
 @pytest.mark.parametrize("pause", [3, 20, 70, 100])
-def test_rounds_draft_nothing_while_the_guard_pauses(
+def test_rounds_in_a_pause_of_the_guard_draft_nothing(
     calls: list[int], draft: str, pause: int
 ) -> None:
     """After the pause the drafter goes on where it left off."""
@@ -478,7 +476,7 @@ def test_state_after_rounds_of_several_requests_is_that_of_single_steps(
             assert step == call
 
 
-def test_a_copy_for_one_request_ends_the_call(
+def test_one_request_with_a_copy_ends_the_call(
     monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     made = engine("suffix")

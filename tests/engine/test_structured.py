@@ -308,7 +308,7 @@ def test_a_grammar_limit_is_hit_at_the_same_token_with_and_without_drafts(
     assert ("too complex to match after" in found[0][2]) == fails and len(found[0][0]) > 1
 
 
-def test_a_request_that_waits_for_a_mask_does_not_delay_others(
+def test_a_request_waiting_for_a_mask_does_not_delay_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(matcher_module, "PATIENCE", 20.0)  # enough for a busy machine

@@ -105,9 +105,7 @@ def random_mlps(count: int, inner: int, width: int) -> ExpertMlps:
     return ExpertMlps(up, down, count, 2, functools.partial(reference.gate, kind="silu"))
 
 
-def test_few_pairs_gather_matrices_and_many_compute_all_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_few_pairs_gather_experts_and_many_compute_all(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for form in (every, gathered):
         name = form.__name__
@@ -140,9 +138,7 @@ def test_grouped_products_are_for_gpus_and_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("form", [experts.on_device, every, gathered, grouped, by_expert])
-def test_the_host_never_waits_except_in_the_reference(
-    form: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_reference_makes_the_host_wait(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call = calls_of(tiny.decoder(tiny.family("gpt_oss"), torch.float32))[0]
     with monkeypatch.context() as patch, SyncCounter(patch) as syncs:
         form(*call)

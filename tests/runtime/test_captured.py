@@ -175,9 +175,7 @@ def test_uncommitted_tokens_of_earlier_passes_are_visible() -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("family", ["llama", "mistral", "llama4"])
-def test_chains_placed_on_the_device_have_the_inputs_of_staged_ones(
-    family: str, window: int | None
-) -> None:
+def test_chains_placed_on_the_device_equal_staged_ones(family: str, window: int | None) -> None:
     """Covers full attention, windows with and without first keys, and chunked attention."""
     decoder = tiny.decoder(tiny.family(family))
     runner = Runner(decoder, tokens=1024, page=4, slots=3)
@@ -215,9 +213,7 @@ def rows_of(walk: Any, table: Tensor, shape: PassShape) -> list[list[int]]:
 
 @pytest.mark.parametrize("walks", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "llama4"])
-def test_trees_placed_on_the_device_have_the_inputs_of_staged_ones(
-    family: str, walks: bool
-) -> None:
+def test_trees_placed_on_the_device_equal_staged_ones(family: str, walks: bool) -> None:
     """Random trees with room for more nodes, after texts of different lengths."""
     decoder = tiny.decoder(tiny.family(family))
     cache = Runner(decoder, tokens=1024, page=4, slots=3).cache

@@ -217,9 +217,7 @@ def test_all_instruction_sets_agree(instructions: str, form: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 64), (70, 200), (256, 513)])
 @pytest.mark.parametrize("form", FORMS)
-def test_products_agree_with_float64_and_with_single_rows(
-    form: str, shape: tuple[int, int]
-) -> None:
+def test_products_agree_with_float64_and_single_rows(form: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
     weight, bias = torch.randn(shape), torch.randn(shape[0])
     x = torch.randn(64, shape[1])

@@ -134,9 +134,7 @@ def test_the_loss_is_the_mean_over_anchors_and_slots(
         assert parameter.grad.abs().sum() > 0, name
 
 
-def test_a_new_head_has_the_norm_of_the_target_and_no_bias(
-    block_target: Target, corpus: Corpus
-) -> None:
+def test_a_new_head_has_the_targets_norm_and_no_bias(block_target: Target, corpus: Corpus) -> None:
     """Its logits then start at the scale of the target's."""
     head = RECIPE.build(block_target, corpus)
     assert isinstance(head, BlockHead)

@@ -177,7 +177,7 @@ def test_a_cached_prefix_is_read_once(writer: Target, monkeypatch: pytest.Monkey
     )
 
 
-def test_texts_that_end_within_a_draft_are_captured(
+def test_texts_ending_in_a_draft_are_captured(
     writer: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit or a stop token ends the text, so that the round has more tokens than the text."""
@@ -228,7 +228,7 @@ def test_only_the_latest_texts_are_recorded(writer: Target) -> None:
     assert writer.captured(request, example, writer.vocab).example == example
 
 
-def test_a_store_keeps_a_limited_number_of_texts(
+def test_a_store_keeps_a_bounded_set_of_texts(
     target: Target, corpus: Corpus, tmp_path: Path
 ) -> None:
     texts = corpus.examples[:3]

@@ -147,7 +147,7 @@ def test_thinned_rows_equal_those_of_a_full_pass(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_forecast_covers_each_drafted_token(
+def test_the_forecast_of_each_drafted_token(
     temperature: float, target: Target, corpus: Corpus
 ) -> None:
     """Tokens outside of the head's vocabulary are never accepted."""

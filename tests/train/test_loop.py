@@ -231,7 +231,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(make: Make, monkeypatch: pytest.M
     assert [path.name for path in trainer.path.parent.iterdir()] == [trainer.path.name]
 
 
-def test_bad_checkpoints_raise_one_line_errors(
+def test_bad_checkpoint_errors_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, content, message in (

@@ -107,9 +107,7 @@ def test_training_helps_and_predictions_agree_with_the_engine(
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "small-lm"])
-def test_texts_too_short_to_draft_give_no_gradient(
-    name: str, target: Target, corpus: Corpus
-) -> None:
+def test_texts_too_short_to_draft_have_no_loss(name: str, target: Target, corpus: Corpus) -> None:
     recipe = RECIPES[name][0]
     module = built(recipe, target, corpus, noise=0.1)
     loss = recipe.loss(module, target.batch([Example((5, 6), 1)]))
@@ -127,9 +125,7 @@ class TestMedusa:
         learned, expected = batch.mask, batch.probs.log_probs
         assert torch.allclose(log_probs[learned][:, 0], expected[learned], atol=2e-2)
 
-    def test_the_loss_is_the_mean_over_heads_and_positions(
-        self, target: Target, corpus: Corpus
-    ) -> None:
+    def test_the_loss_averages_heads_and_positions(self, target: Target, corpus: Corpus) -> None:
         """Head k after token j is compared with the distribution of token j + 2 + k."""
         heads = built(MEDUSA, target, corpus, noise=0.1)
         batch = target.batch(TEXTS)

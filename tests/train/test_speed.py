@@ -110,7 +110,7 @@ def test_two_drafters_of_one_kind_are_compared(
     assert [r.draft for r in speed.results] == ["off", "auto", "model:DIRECTORY"]
 
 
-def test_speed_uses_the_shortest_prompts_with_the_longest_outputs(
+def test_the_shortest_prompts_with_the_longest_outputs_are_timed(
     target: Target, directory: Path
 ) -> None:
     """Prompts of tasks may be longer than training texts."""

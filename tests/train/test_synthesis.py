@@ -191,9 +191,7 @@ class TestWriting:
         with pytest.raises(ForerunError, match=r"are usable .*\d+ long"):
             write_anything(talker, SETTINGS)
 
-    def test_left_out_texts_are_counted(
-        self, base: Target, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_omitted_texts_are_counted(self, base: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         faults, notes = itertools.cycle(["", "short", "", "repeated", "looping"]), Notes()
         monkeypatch.setattr(TextFilter, "fault_of_beginning", lambda self, text: next(faults))
         written = write_anything(base, SETTINGS, notes)
@@ -249,9 +247,7 @@ class TestVerb:
         for part in ("losses", "measured"):
             assert json.loads(text)[part] == report[part]
 
-    def test_generated_texts_are_added_to_data(
-        self, verb: Verb, data: Path, tmp_path: Path
-    ) -> None:
+    def test_generated_texts_beside_data(self, verb: Verb, data: Path, tmp_path: Path) -> None:
         words = ("--out", str(tmp_path / "d"), "--data", str(data), "--write", "8", "--json")
         code, text, err = verb(*words)
         assert code == 0, err
