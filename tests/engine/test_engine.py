@@ -81,10 +81,10 @@ def test_logprobs_do_not_depend_on_speculation() -> None:
         engine = build.engine("llama")
         engine.add(build.prompts()[2], params, draft=draft)
         found[draft] = [e for event in build.finish(engine) for e in event.logprobs or ()]
-    for mine, theirs in zip(found["tree"], found["off"], strict=True):
-        assert mine.token_id == theirs.token_id
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
-        assert mine.top == pytest.approx(theirs.top, abs=1e-9)
+    for actual, expected in zip(found["tree"], found["off"], strict=True):
+        assert actual.token_id == expected.token_id
+        assert actual.logprob == pytest.approx(expected.logprob, abs=1e-9)
+        assert actual.top == pytest.approx(expected.top, abs=1e-9)
 
 
 def test_statistics_of_a_request_are_consistent() -> None:

@@ -138,11 +138,11 @@ FAULTS = [
 
 def break_at(patch: pytest.MonkeyPatch, place: Place, error: BaseException) -> None:
     """Make a function raise when its arguments are the victim's."""
-    owner, name, mine = place
+    owner, name, fails = place
     real = getattr(owner, name)
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        if mine(*arguments):
+        if fails(*arguments):
             raise error
         return real(*arguments, **options)
 

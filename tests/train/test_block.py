@@ -32,8 +32,7 @@ TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 def block_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, set to return the hidden states that this recipe reads."""
     monkeypatch.setattr(target, "aux_hidden_layers", (1, 2, 3))
-    # read here, since a tensor that is first made while drafting allows no gradients
-    assert target.head.requires_grad is False
+    assert target.head.requires_grad is False  # first read outside of inference mode
     yield target
 
 
