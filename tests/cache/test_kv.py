@@ -1,8 +1,7 @@
-"""The KV tensors: a commit keeps exactly the path it is given, and moves nothing that is anybody
-else's.
+"""The KV tensors: a commit keeps exactly the given path and changes no other row.
 
-Protects: compaction of any path against lists, over scattered pages and several slots; shared
-prefixes; that scratch rows are only scratch; the bytes of a token. In both layouts.
+Compaction of random paths is compared with lists, over scattered pages and several slots; shared
+prefixes, uncommitted rows and the bytes of a token are checked too, in both layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def new(
 
 
 def row(kv: KVCache, i: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one row, [L, Hkv, D] each, in place."""
+    """Return views of the keys and values of one row, [L, Hkv, D] each."""
     ((keys, values),) = kv._groups  # all layers have one shape
     if kv.native:
         return keys[:, :, i // LANES, :, i % LANES], values[:, :, i]
@@ -43,25 +42,25 @@ def row(kv: KVCache, i: int) -> tuple[Tensor, Tensor]:
 
 
 class Naive:
-    """Every slot is a list of marks, one for each token's keys and values."""
+    """A model in which each slot is a list of marks, one for each token's keys and values."""
 
     def __init__(self, kv: KVCache, seed: int) -> None:
-        self.kv, self.chance, self.mark = kv, random.Random(seed), 0
+        self.kv, self.dice, self.mark = kv, random.Random(seed), 0
         self.lists: list[list[int]] = [[] for _ in kv.length]
-        self.chance.shuffle(kv.pages.free)
+        self.dice.shuffle(kv.pages.free)
         shape = 2, CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim
         self.shape = torch.arange(math.prod(shape)).reshape(shape).double() / 1024
 
     def write(self, slot: int, count: int) -> list[int]:
-        """A pass: `count` nodes behind what is committed. Their marks."""
+        """Write `count` nodes behind the committed rows, as a pass does; return their marks."""
         at = len(self.lists[slot])
         assert self.kv.pages.grow(slot, at + count)
         marks = []
         for i in range(count):
             self.mark += 1
-            places = row(self.kv, self.kv.pages.rows[slot, at + i])
-            for place, marked in zip(places, self.shape + self.mark, strict=True):
-                place.copy_(marked)
+            stored = row(self.kv, self.kv.pages.rows[slot, at + i])
+            for tensor, marked in zip(stored, self.shape + self.mark, strict=True):
+                tensor.copy_(marked)
             marks.append(self.mark)
         return marks
 
@@ -79,17 +78,17 @@ class Naive:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_passes_and_commits(cache: KVCache, seed: int) -> None:
-    """Trees of random size and random increasing paths, empty and whole ones too."""
+    """Trees have random sizes; paths are random, increasing, and sometimes empty or complete."""
     naive = Naive(cache, seed)
     for _ in range(60):
-        slot = naive.chance.randrange(3)
+        slot = naive.dice.randrange(3)
         if len(naive.lists[slot]) > 30:
             naive.kv.close(slot)
             naive.lists[slot] = []
-        count = naive.chance.randint(1, 12)
+        count = naive.dice.randint(1, 12)
         marks = naive.write(slot, count)
-        kept = naive.chance.choice([0, count, naive.chance.randint(0, count)])
-        naive.commit(slot, marks, sorted(naive.chance.sample(range(count), kept)))
+        kept = naive.dice.choice([0, count, naive.dice.randint(0, count)])
+        naive.commit(slot, marks, sorted(naive.dice.sample(range(count), kept)))
         naive.kv.pages.shrink(slot, naive.kv.length[slot])
         naive.check()
 
@@ -100,7 +99,7 @@ def test_random_passes_and_commits(cache: KVCache, seed: int) -> None:
     ids=str,
 )
 def test_commit_of_one_path(cache: KVCache, path: list[int]) -> None:
-    """Sources and targets may overlap, and both cross page borders."""
+    """Source and destination rows may overlap, and both cross page borders."""
     naive = Naive(cache, 1)
     naive.commit(1, naive.write(1, 5), [0, 1, 2, 3, 4])
     naive.commit(0, naive.write(0, 3), [0, 2])
@@ -110,7 +109,7 @@ def test_commit_of_one_path(cache: KVCache, path: list[int]) -> None:
     naive.check()
 
 
-def test_open_takes_a_known_prefix_and_close_gives_it_back(cache: KVCache) -> None:
+def test_open_shares_a_cached_prefix_and_close_releases_it(cache: KVCache) -> None:
     naive, text = Naive(cache, 4), list(range(11))
     naive.commit(0, naive.write(0, 11), list(range(11)))
     naive.kv.pages.seal(0, text, 11)
@@ -126,8 +125,8 @@ def test_open_takes_a_known_prefix_and_close_gives_it_back(cache: KVCache) -> No
     assert naive.kv.open(2, [7, 7, 7, 7, 7]) == 0
 
 
-def test_rewind_leaves_the_rows_before_and_never_what_is_sealed(cache: KVCache) -> None:
-    """Pages that another slot may share stand; what comes next is written behind what is left."""
+def test_rewind_keeps_earlier_rows_and_never_removes_sealed_pages(cache: KVCache) -> None:
+    """Another slot may share a sealed page; new tokens are written behind the remaining rows."""
     naive, text = Naive(cache, 5), list(range(11))
     naive.commit(0, naive.write(0, 11), list(range(11)))
     naive.kv.pages.seal(0, text, 8)
@@ -142,7 +141,7 @@ def test_rewind_leaves_the_rows_before_and_never_what_is_sealed(cache: KVCache) 
     assert naive.kv.open(1, [*text[:8], 50]) == 8
 
 
-def test_a_native_cache_has_room_for_loads_of_whole_vectors_behind_its_last_row() -> None:
+def test_a_native_cache_is_padded_for_vector_loads_past_its_last_row() -> None:
     for tokens in (4, 12, 16, 20, 64):
         kv = new(tokens, native=True)
         channels = CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim
@@ -150,7 +149,7 @@ def test_a_native_cache_has_room_for_loads_of_whole_vectors_behind_its_last_row(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_token_bytes_is_what_a_token_takes(dtype: torch.dtype) -> None:
+def test_token_bytes_is_the_memory_of_a_token(dtype: torch.dtype) -> None:
     kv = new(dtype=dtype)
     assert KVCache.token_bytes(CONFIG, dtype) == kv.data.nbytes // kv.layout[2] == kv.row_bytes
 
@@ -160,7 +159,7 @@ def rows(kv: KVCache, which: Sequence[int]) -> Tensor:
     return torch.stack([torch.stack(row(kv, i)) for i in which])
 
 
-def test_commit_touches_only_the_rows_it_fills(cache: KVCache) -> None:
+def test_commit_changes_only_the_rows_of_the_path(cache: KVCache) -> None:
     naive = Naive(cache, 2)
     naive.commit(0, naive.write(0, 6), list(range(6)))
     marks = naive.write(0, 7)
@@ -170,7 +169,7 @@ def test_commit_touches_only_the_rows_it_fills(cache: KVCache) -> None:
     assert sorted(changed) == sorted(naive.kv.pages.rows[0, 6:9].tolist())
 
 
-def test_room_is_at_least_what_was_asked_for() -> None:
+def test_the_cache_has_at_least_the_requested_rows() -> None:
     kv = new(tokens=10, page=4)
     assert kv.pages.count == 3
     assert list(kv.keys) == list(kv.values) == list(range(CONFIG.layers))

@@ -1,9 +1,8 @@
-"""The page allocator: nothing is lost or held twice, and a shared page holds exactly the prefix it
-is named after.
+"""The page allocator: no page is lost or held twice, and a shared page holds exactly the prefix of
+its digest.
 
-Protects: any order of match, grow, seal, shrink and release against a model that knows what stands
-in every row; digests; which page goes first when room is needed; a grow that fails and changes
-nothing."""
+Random orders of match, grow, seal, shrink and release are compared with a model that knows the
+content of every row; digests, the order of eviction, and a grow that fails are tested too."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ PAGE, SLOTS, CONTEXT = 3, 3, 15
 
 
 def digest(tokens: Sequence[int], size: int) -> bytes:
-    """The name of the page that ends these tokens, page by page from the start."""
-    name = hashlib.blake2b(b"", digest_size=16).digest()  # of the tenant ""
+    """Return the digest of the page that ends these tokens, chained from the first page."""
+    name = hashlib.blake2b(b"", digest_size=16).digest()  # for the tenant ""
     for start in range(0, len(tokens), size):
         page = np.array(tokens[start : start + size], dtype=np.int64).tobytes()
         name = hashlib.blake2b(name + page, digest_size=16).digest()
@@ -32,7 +31,7 @@ def digest(tokens: Sequence[int], size: int) -> bytes:
 
 
 def state(pages: Pages) -> dict[str, Any]:
-    """Everything an allocator knows, to compare before and after."""
+    """Return the complete state of an allocator."""
     return {
         k: v.tolist() if isinstance(v, np.ndarray) else copy.deepcopy(v)
         for k, v in vars(pages).items()
@@ -40,36 +39,38 @@ def state(pages: Pages) -> dict[str, Any]:
 
 
 class Model:
-    """`texts`: what each open slot has committed; `wrote[row]`: the text up to that row."""
+    """Random operations on an allocator.
+
+    `texts`: the committed tokens of each open slot; `written[row]`: the text up to that row."""
 
     def __init__(self, seed: int, count: int) -> None:
-        self.chance = random.Random(seed)
+        self.dice = random.Random(seed)
         self.pages = Pages(count, PAGE, SLOTS, CONTEXT)
         self.texts: dict[int, list[int]] = {}
-        self.known = [self.chance.choices((0, 1), k=CONTEXT) for _ in range(2)]
-        self.wrote: dict[int, tuple[int, ...]] = {}
+        self.common = [self.dice.choices((0, 1), k=CONTEXT) for _ in range(2)]
+        self.written: dict[int, tuple[int, ...]] = {}
         self.seen: Counter[str] = Counter()
 
     def step(self) -> None:
-        """One operation, any that is possible."""
+        """Run one random operation that is possible."""
         closed = [slot for slot in range(SLOTS) if slot not in self.texts]
-        if closed and self.chance.random() < 0.5:
-            self.open(self.chance.choice(closed))
+        if closed and self.dice.random() < 0.5:
+            self.open(self.dice.choice(closed))
         elif self.texts:
-            slot = self.chance.choice(sorted(self.texts))
-            self.chance.choice(
+            slot = self.dice.choice(sorted(self.texts))
+            self.dice.choice(
                 [self.extend, self.extend, self.speculate, self.seal, self.seal, self.release]
             )(slot)
         self.check()
 
-    def words(self, most: int) -> list[int]:
-        return self.chance.choices((0, 1), k=self.chance.randint(1, most))
+    def random_tokens(self, most: int) -> list[int]:
+        return self.dice.choices((0, 1), k=self.dice.randint(1, most))
 
     def open(self, slot: int) -> None:
-        """A request arrives: what is known of it is shared, the rest is read."""
+        """Open a request: share its cached prefix and read the rest."""
         tokens = [
-            *self.chance.choice(self.known)[: self.chance.randint(0, CONTEXT)],
-            *self.words(4),
+            *self.dice.choice(self.common)[: self.dice.randint(0, CONTEXT)],
+            *self.random_tokens(4),
         ][:CONTEXT]
         known = self.pages.match(slot, tokens)
         self.seen[f"match of {known // PAGE}"] += 1
@@ -80,7 +81,7 @@ class Model:
         self.append(slot, tokens[known:])
 
     def longest(self, tokens: list[int]) -> int:
-        """The longest run of full pages from the start that are known."""
+        """Return the number of tokens in the longest cached run of full pages from the start."""
         known = 0
         while (
             known + PAGE < len(tokens)
@@ -90,7 +91,7 @@ class Model:
         return known
 
     def extend(self, slot: int) -> None:
-        self.append(slot, self.words(5))
+        self.append(slot, self.random_tokens(5))
 
     def append(self, slot: int, tokens: Sequence[int]) -> None:
         text = self.texts[slot]
@@ -102,7 +103,7 @@ class Model:
     def write(self, slot: int, at: int, value: tuple[int, ...]) -> None:
         row = int(self.pages.rows[slot, at])
         assert self.pages.users[row // PAGE] == 1, "a shared page is written"
-        self.wrote[row] = value
+        self.written[row] = value
 
     def grow(self, slot: int, upto: int) -> bool:
         before, free = state(self.pages), len(self.pages.free)
@@ -116,17 +117,17 @@ class Model:
         return done
 
     def speculate(self, slot: int) -> None:
-        """Room for a draft is taken, written to and given back."""
-        length, count = len(self.texts[slot]), self.chance.randint(1, 6)
+        """Reserve rows for a draft, write to them and release them."""
+        length, count = len(self.texts[slot]), self.dice.randint(1, 6)
         if self.grow(slot, length + count):
             for i in range(count):
                 self.write(slot, length + i, (9,))
             self.pages.shrink(slot, length)
 
     def seal(self, slot: int) -> None:
-        """Up to any committed length, more than once; what is sealed is known at once."""
+        """Seal up to any committed length, perhaps again; sealed pages are cached at once."""
         text, before = self.texts[slot], len(self.pages.chain[slot]) * PAGE
-        upto = self.chance.choice([len(text), self.chance.randint(0, len(text))])
+        upto = self.dice.choice([len(text), self.dice.randint(0, len(text))])
         self.pages.seal(slot, text, upto)
         for end in range(before + PAGE, upto + 1, PAGE):
             assert digest(text[:end], PAGE) in self.pages.page_of
@@ -140,23 +141,23 @@ class Model:
         self.pages.check()
         for slot, text in self.texts.items():
             rows = self.pages.rows[slot, : len(text)].tolist()
-            assert [self.wrote[row] for row in rows] == [
+            assert [self.written[row] for row in rows] == [
                 tuple(text[: i + 1]) for i in range(len(text))
             ]
         assert {name: page for page, name in self.pages.digest_of.items()} == self.pages.page_of
         for page, name in self.pages.digest_of.items():
-            last = self.wrote[page * PAGE + PAGE - 1]
+            last = self.written[page * PAGE + PAGE - 1]
             assert len(last) % PAGE == 0
             assert digest(last, PAGE) == name
-            assert [self.wrote[page * PAGE + i] for i in range(PAGE)] == [
+            assert [self.written[page * PAGE + i] for i in range(PAGE)] == [
                 last[: len(last) - i] for i in (2, 1, 0)
             ]
 
 
 @pytest.mark.parametrize("count", [4, 8, 14])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_operations(seed: int, count: int) -> None:
-    """In pools too small for one slot at its longest, for two, and for all but a page of them."""
+def test_random_operations(seed: int, count: int) -> None:
+    """Pools are too small for one, two or three slots of the longest text."""
     model = Model(seed, count)
     for _ in range(1500):
         model.step()
@@ -171,15 +172,15 @@ def test_any_order_of_operations(seed: int, count: int) -> None:
 
 
 def filled(pages: Pages, slot: int, tokens: Sequence[int]) -> Pages:
-    """A slot that has read and sealed a text."""
+    """Let a slot read and seal a text; return the allocator."""
     pages.match(slot, tokens)
     assert pages.grow(slot, len(tokens))
     pages.seal(slot, tokens, len(tokens))
     return pages
 
 
-def test_same_text_read_twice_is_named_once() -> None:
-    """Two requests that arrive together both read it; the second copy has no name."""
+def test_a_text_that_was_read_twice_is_cached_once() -> None:
+    """Two requests that arrive together both read it; the second copy is not cached."""
     pages = Pages(8, 2, 2, 8)
     for slot in (0, 1):
         assert pages.match(slot, [1, 2, 3, 4, 5]) == 0
@@ -194,8 +195,8 @@ def test_same_text_read_twice_is_named_once() -> None:
     pages.check()
 
 
-def test_the_end_of_a_text_goes_before_its_beginning_and_old_texts_before_new() -> None:
-    """A page is useless without those before it; so they go last."""
+def test_later_pages_of_a_text_are_evicted_first_and_old_texts_before_new_ones() -> None:
+    """A cached page is useless without the pages before it."""
     pages = filled(Pages(6, 1, 3, 6), 0, [1, 2, 3])
     filled(pages, 1, [7, 8, 9])
     pages.release(0)
@@ -212,7 +213,7 @@ def test_the_end_of_a_text_goes_before_its_beginning_and_old_texts_before_new() 
     assert kept == [[2, 3], [1, 3], [0, 3], [0, 2], [0, 1], [0, 0]]
 
 
-def test_what_was_used_again_is_kept_longer() -> None:
+def test_a_prefix_that_was_used_again_is_kept_longer() -> None:
     pages = filled(Pages(4, 1, 3, 4), 0, [1, 2])
     filled(pages, 1, [7, 8])
     pages.release(0)
@@ -224,14 +225,13 @@ def test_what_was_used_again_is_kept_longer() -> None:
     assert pages.match(1, [7, 8, 9]) == 0
 
 
-def test_context_is_rounded_up_to_whole_pages() -> None:
+def test_the_context_is_rounded_up_to_full_pages() -> None:
     pages = Pages(4, 4, 1, 6)
     assert pages.grow(0, 8)
     assert not pages.grow(0, 9)
 
 
-def test_shrink_below_what_is_sealed_then_another_text() -> None:
-    """What is written over sealed pages that were given back has other names."""
+def test_another_text_after_a_shrink_below_sealed_pages_has_other_digests() -> None:
     pages = filled(Pages(8, 2, 2, 8), 0, [1, 2, 3, 4])
     pages.shrink(0, 2)
     pages.grow(0, 6)
@@ -244,7 +244,7 @@ def test_shrink_below_what_is_sealed_then_another_text() -> None:
     assert named == expected
 
 
-def test_check_notices() -> None:
+def test_check_detects_inconsistencies() -> None:
     for spoil in (
         lambda p: p.free.pop(),
         lambda p: p.free.append(p.held[0][0]),
@@ -258,23 +258,23 @@ def test_check_notices() -> None:
             pages.check()
 
 
-def test_prefixes_are_known_to_their_tenant_alone() -> None:
+def test_prefixes_are_shared_within_a_tenant_only() -> None:
     pages = Pages(8, 2, 3, 8)
     text = [1, 2, 3, 4, 5]
     assert pages.match(0, text, "one") == 0 and pages.grow(0, len(text))
     pages.seal(0, text, 4)
     assert pages.match(1, text, "two") == 0 and pages.match(2, text, "one") == 4
     pages.release(2)
-    assert pages.match(2, text) == 0, "nobody in particular is a tenant too"
+    assert pages.match(2, text) == 0, "the default tenant is a tenant of its own"
     pages.check()
 
 
-def test_released_pages_are_known_until_their_room_is_needed() -> None:
+def test_released_pages_stay_cached_until_their_room_is_needed() -> None:
     pages = filled(Pages(4, 2, 2, 8), 0, [1, 2, 3, 4])
     pages.release(0)
     assert pages.available == 4
     assert pages.grow(0, 4)
-    assert len(pages.idle) == 2, "free pages are taken before known ones"
+    assert len(pages.idle) == 2, "free pages are used before cached ones"
     assert pages.match(1, [1, 2, 3, 4, 5]) == 4
     pages.release(1)
     assert pages.grow(0, 8)

@@ -1,4 +1,4 @@
-"""Recurrent states: the bits of one-token passes after any passes, commits and prefix hits."""
+"""Recurrent states have the bits of one-token passes after any passes, commits and prefix hits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text(count: int, seed: int = 0) -> list[int]:
 
 
 def read(run: Runner, slot: int, tokens: list[int], known: int = 0) -> Tensor:
-    """Read and commit tokens; returns the logits of all."""
+    """Read and commit tokens; return the logits of all."""
     cache = run.cache
     assert cache.pages.grow(slot, cache.length[slot] + len(tokens))
     segment = Segment(slot, tokens, chain(len(tokens)), list(range(len(tokens))), known=known)
@@ -56,40 +56,38 @@ def read(run: Runner, slot: int, tokens: list[int], known: int = 0) -> Tensor:
 
 
 def alone(name: str, tokens: list[int]) -> Tensor:
-    """The logits behind a text that is read token by token."""
+    """Return the logits after a text that is read token by token."""
     run = runner(name)
     return [read(run, 0, [token])[0] for token in tokens][-1]
 
 
-def random_pass(texts: list[list[int]], chance: random.Random, *runs: Runner) -> list[Segment]:
-    """Trees beside known tokens, in several slots, for which there is room."""
-    segments, slots = [], chance.sample(range(3), chance.randint(1, 3))
+def random_pass(texts: list[list[int]], dice: random.Random, *runs: Runner) -> list[Segment]:
+    """Return trees behind known tokens, in several slots, and reserve their rows."""
+    segments, slots = [], dice.sample(range(3), dice.randint(1, 3))
     for slot in slots:
-        known, nodes = chance.choice([1, 1, 2, 9]), chance.randint(0, 6)
+        known, nodes = dice.choice([1, 1, 2, 9]), dice.randint(0, 6)
         parents = chain(known)
-        parents += [
-            chance.randint(max(known - 1, i - 3), i - 1) for i in range(known, known + nodes)
-        ]
-        tokens = text(known + nodes, chance.randrange(99))
+        parents += [dice.randint(max(known - 1, i - 3), i - 1) for i in range(known, known + nodes)]
+        tokens = text(known + nodes, dice.randrange(99))
         assert all(run.cache.pages.grow(slot, len(texts[slot]) + len(tokens)) for run in runs)
-        certain = chance.choice([0, known - 1, known])
+        certain = dice.choice([0, known - 1, known])
         segments.append(Segment(slot, tokens, parents, list(range(len(tokens))), known=certain))
     return segments
 
 
-def random_path(segment: Segment, chance: random.Random) -> list[int]:
-    """Some nodes on the way to the last one, at least the known ones."""
+def random_path(segment: Segment, dice: random.Random) -> list[int]:
+    """Return the start of the path to the last node, with all known nodes."""
     node, path = len(segment.tokens) - 1, list[int]()
     while node >= 0:
         path.insert(0, node)
         node = segment.parents[node]
-    return path[: max(segment.known, chance.randint(1, len(path)))]
+    return path[: max(segment.known, dice.randint(1, len(path)))]
 
 
 @names
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_passes_and_commits_give_the_bits_of_single_tokens(name: str, seed: int) -> None:
-    """Trees beside known tokens, in several slots, with paths that leave nodes out."""
+    """Trees behind known tokens, in several slots, with paths that skip nodes."""
     check_random_passes(name, seed)
 
 
@@ -97,20 +95,20 @@ def test_random_passes_and_commits_give_the_bits_of_single_tokens(name: str, see
 def test_every_instruction_set_gives_the_bits_of_single_tokens(
     name: str, instructions: str
 ) -> None:
-    decoder(name)  # which starts the kernels with the best instruction set
+    decoder(name)  # starts the kernels with the best instruction set
     native.start(2, instructions)
     check_random_passes(name, 3)
 
 
 def check_random_passes(name: str, seed: int) -> None:
     """Compare random passes and commits with passes over single tokens."""
-    chance, run = random.Random(seed), runner(name)
+    dice, run = random.Random(seed), runner(name)
     texts: list[list[int]] = [[], [], []]
     for _ in range(7):
-        segments = random_pass(texts, chance, run)
+        segments = random_pass(texts, dice, run)
         logits = run.forward(segments).logits.split([len(s.tokens) for s in segments])
         for segment, rows in zip(segments, logits, strict=True):
-            path = random_path(segment, chance)
+            path = random_path(segment, dice)
             texts[segment.slot] += [segment.tokens[i] for i in path]
             run.cache.commit(segment.slot, path)
             assert torch.equal(rows[path[-1]], alone(name, texts[segment.slot]))
@@ -120,7 +118,7 @@ def check_random_passes(name: str, seed: int) -> None:
 def test_kernels_agree_with_the_reference_in_torch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In logits, and in all that they leave in memory: states, records, histories and copies."""
+    """Compares logits, states, records, histories and copies."""
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     path = tiny.family(name, gain=0.6)
     compiled = NativeDecoder(load_config(path), path, "float32", 256)
@@ -131,14 +129,14 @@ def test_kernels_agree_with_the_reference_in_torch(
 
 
 def compare_random_passes(*runs: Runner) -> list[list[int]]:
-    """Compare what random passes and commits give and leave in memory: logits, states, records and
-    copies, and the prefix of the first text that is found then; return the texts."""
+    """Compare logits, states, records and copies after random passes and commits, and the cached
+    prefix of the first text; return the texts."""
     states: list[Any] = [run.cache.recurrent for run in runs]
     texts: list[list[int]] = [[], [], []]
-    chance = random.Random(2)
+    dice = random.Random(2)
     for _ in range(12):
-        segments = random_pass(texts, chance, *runs)
-        paths = [random_path(segment, chance) for segment in segments]
+        segments = random_pass(texts, dice, *runs)
+        paths = [random_path(segment, dice) for segment in segments]
         close(*(run.forward(segments).logits for run in runs))
         for segment, path in zip(segments, paths, strict=True):
             texts[segment.slot] += [segment.tokens[i] for i in path]
@@ -149,10 +147,10 @@ def compare_random_passes(*runs: Runner) -> list[list[int]]:
         for run in runs:
             run.cache.pages.seal(slot, written, len(written))
             run.cache.close(slot)
-    ours, theirs = (each._copies for each in states)
-    assert ours.keys() == theirs.keys() and len(ours) > 3
-    for digest, copy in ours.items():
-        close(copy, theirs[digest])
+    copies, expected = (each._copies for each in states)
+    assert copies.keys() == expected.keys() and len(copies) > 3
+    for digest, copy in copies.items():
+        close(copy, expected[digest])
     assert [run.cache.open(0, texts[0]) for run in runs] == [len(texts[0]) // 8 * 8] * 2
     return texts
 
@@ -162,7 +160,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @names
-def test_nodes_of_earlier_passes_are_parents(name: str) -> None:
+def test_nodes_of_earlier_passes_can_be_parents(name: str) -> None:
     """A draft model feeds its tree level by level before anything is committed."""
     run, prefix, tokens = runner(name), text(11), text(6, 1)
     parents = [-1, 0, 0, 1, 2, 4]
@@ -179,8 +177,8 @@ def test_nodes_of_earlier_passes_are_parents(name: str) -> None:
 
 
 @names
-def test_nodes_stay_behind_a_commit_of_the_tokens_before_them(name: str) -> None:
-    """A draft model commits the missed tokens that it read, and goes on from the root."""
+def test_uncommitted_nodes_survive_a_commit_of_the_tokens_before_them(name: str) -> None:
+    """A draft model commits its lag after reading it, and goes on from the root."""
     run, prefix, lag = runner(name), text(9), text(5, 3)
     read(run, 0, prefix)
     assert run.cache.pages.grow(0, 24)
@@ -196,8 +194,10 @@ def test_nodes_stay_behind_a_commit_of_the_tokens_before_them(name: str) -> None
 
 
 @names
-@pytest.mark.parametrize("cut", [(30,), (5, 25), (1,) * 30], ids=["whole", "cut", "single"])
-def test_a_prefix_is_reused_behind_a_copy_of_its_state(
+@pytest.mark.parametrize(
+    "cut", [(30,), (5, 25), (1,) * 30], ids=["one chunk", "two chunks", "single tokens"]
+)
+def test_a_prefix_is_reused_from_a_copy_of_its_state(
     name: str, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
@@ -207,7 +207,7 @@ def test_a_prefix_is_reused_behind_a_copy_of_its_state(
     for size in cut:
         read(run, 0, tokens[done : done + size], known=size if size > 1 else 0)
         done += size
-    read(run, 0, [9])  # what is pending is applied by the pass that follows
+    read(run, 0, [9])  # the next pass applies pending tokens
     run.cache.pages.seal(0, tokens, 30)
     longer = [*tokens[:27], 5, 6]
     assert run.cache.open(1, longer) == 24
@@ -235,8 +235,8 @@ def test_two_clients_that_alternate_share_their_system_prompt(
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "minimax_text"])
 def test_long_prompts_are_reused_up_to_the_last_copy(name: str) -> None:
-    """Copies are made every 256 tokens, so at most 256 are read again; lengths of public reports
-    of lost reuse, and the rest in chunks that end on no border."""
+    """Copies are made every 256 tokens, so at most 256 are read again. The lengths are those of
+    public reports of lost reuse; chunks end between the borders."""
     native.start(2)
     path = tiny.family(name)
     long = NativeDecoder(load_config(path), path, "float32", 4096)
@@ -259,7 +259,7 @@ def test_long_prompts_are_reused_up_to_the_last_copy(name: str) -> None:
         assert torch.equal(last(1, prompt, start), expected)
 
 
-def test_copies_are_bounded_and_the_least_recently_used_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_bounded_and_evicted_by_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     monkeypatch.setattr(recurrent, "COPY_BYTES", 0)
     run = runner("qwen3_5")
@@ -276,8 +276,8 @@ def test_copies_are_bounded_and_the_least_recently_used_go(monkeypatch: pytest.M
     assert run.cache.open(1, [*text(30, 0), 3]) == 0
 
 
-def test_what_a_state_has_cannot_be_taken_back() -> None:
-    """Pending tokens can; else the slot starts over, and its text is read again."""
+def test_only_pending_tokens_can_be_rewound() -> None:
+    """A longer rewind empties the slot, and its text is read again."""
     run, tokens = runner("qwen3_5"), text(12)
     run.cache.open(0, tokens)
     read(run, 0, tokens[:8], known=8)
@@ -291,7 +291,7 @@ def test_what_a_state_has_cannot_be_taken_back() -> None:
 
 
 def test_a_closed_slot_has_no_state() -> None:
-    """Whoever reads a text without looking for its prefix, as embeddings do, starts from nothing."""
+    """A text that is read without `open`, as for embeddings, starts from an empty state."""
     run, tokens = runner("qwen3_5"), text(12)
     for _ in range(2):
         assert run.cache.pages.grow(0, 12)
@@ -309,7 +309,7 @@ def test_a_pass_that_was_not_committed_is_refused() -> None:
         run.cache.commit(0, [0, 1])
 
 
-def test_a_long_text_that_nobody_called_known_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_without_known_tokens_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = text(150)
     found = read(runner("qwen3_5"), 0, tokens)[-1]
     assert torch.equal(found, alone("qwen3_5", tokens))

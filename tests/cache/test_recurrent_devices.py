@@ -1,7 +1,7 @@
-"""Recurrent states on other devices than the CPU: what the host asks of them, and their numbers.
+"""Recurrent states on other devices than the CPU: transfers, waits of the host, and values.
 
-On the meta device tensors have shapes and no numbers: whatever reads one, or mixes it with memory
-of the host, fails. The tests marked `cuda` compare a GPU with the CPU."""
+On the meta device tensors have shapes but no values, so that any read, or a mix with tensors of the
+host, fails. The tests marked `cuda` compare a GPU with the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.cache.test_recurrent import (
     text,
 )
 from tests.engine import build
-from tests.engine.test_device_steps import Waits
+from tests.engine.test_device_steps import HostSyncs
 
 META = torch.device("meta")
 
@@ -48,7 +48,7 @@ def runner(name: str, device: str, dtype: torch.dtype = torch.float32) -> Runner
 
 
 class Uploads(TorchDispatchMode):
-    """Counts copies between devices, and demands that they do not block."""
+    """Counts copies between devices, and checks that they do not block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,24 +65,24 @@ class Uploads(TorchDispatchMode):
 
 
 @names
-def test_the_host_reads_no_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass moves as many small arrays to the device as one without recurrent layers, and states
-    are opened, committed and copied without any. Experts, which wait, are left out."""
+def test_the_host_never_reads_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass uploads as many small arrays as one without recurrent layers; opening, committing and
+    copying states needs none. Experts are left out, since they make the host wait."""
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     monkeypatch.setattr(DecoderLayers, "_experts", lambda self, x, *_: torch.zeros_like(x))
-    run, chance = runner(name, "meta"), random.Random(0)
+    run, dice = runner(name, "meta"), random.Random(0)
     cache, states = run.cache, run.cache.recurrent
     assert states is not None and states.data.device == META
     texts: list[list[int]] = [[], [], []]
     with Uploads() as uploads:
         for _ in range(8):
-            segments = random_pass(texts, chance, run)
+            segments = random_pass(texts, dice, run)
             uploads.count = 0
             run.forward(segments)
-            assert uploads.count <= 8  # tokens, positions, rows, wanted, and those of attention
+            assert uploads.count <= 8  # tokens, positions, rows, wanted, and those for attention
             uploads.count = 0
             for segment in segments:
-                path = random_path(segment, chance)
+                path = random_path(segment, dice)
                 texts[segment.slot] += [segment.tokens[i] for i in path]
                 cache.commit(segment.slot, path)
             assert uploads.count <= len(segments)  # rows of the KV cache
@@ -95,9 +95,7 @@ def test_the_host_reads_no_state(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert uploads.count == 0
 
 
-def test_nodes_that_stay_behind_a_commit_move_on_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_uncommitted_nodes_move_on_the_device_in_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner("falcon_h1", "meta")
     assert run.cache.pages.grow(0, 24)
     run.forward([Segment(0, text(5), chain(5), [4])])
@@ -109,8 +107,8 @@ def test_nodes_that_stay_behind_a_commit_move_on_the_device(
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix", "tree"])
-def test_the_host_waits_as_with_other_models(draft: str) -> None:
-    """Once for the verdict; drafts of a model that is recurrent as well, level by level."""
+def test_the_host_waits_no_more_often_than_for_other_models(draft: str) -> None:
+    """It waits once for the verdict, and for each level of a draft model's tree."""
     made = build.engine("falcon_h1", [draft] if draft != "off" else [], dtype=torch.float32)
     plain = build.engine("llama", [draft] if draft != "off" else [], dtype=torch.float32)
     found = []
@@ -120,14 +118,14 @@ def test_the_host_waits_as_with_other_models(draft: str) -> None:
             engine.add(build.prompts()[prompt], params, draft=draft, depth=4)
         while min(request.produced for request in engine.requests.values()) < 2:
             engine.step_or_raise()
-        with Waits() as waits:
+        with HostSyncs() as syncs:
             engine.step_or_raise()
-        found.append(len(waits.names))
+        found.append(len(syncs.names))
     assert found[0] <= found[1]
 
 
 def test_copies_are_bounded_within_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU has no memory for more: those of the longest prefixes stay."""
+    """The memory of a GPU is limited, so the copies of the longest prefixes stay."""
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     monkeypatch.setattr(recurrent, "COPY_BYTES", 0)
     run, tokens = runner("falcon_h1", "cpu"), text(70)
@@ -142,7 +140,7 @@ def test_copies_are_bounded_within_a_text(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(states._unnamed[0]) == [40, 48, 56, 64]
     assert states.copy_bytes == 0
     assert run.cache.pages.grow(1, 70)
-    run.forward([Segment(1, tokens, chain(70), [0], known=70)])  # finds no memory for copies
+    run.forward([Segment(1, tokens, chain(70), [0], known=70)])  # no memory is left for copies
     run.cache.commit(1, range(70))
     assert not states._unnamed[1]
     run.cache.pages.seal(0, tokens, 70)
@@ -151,8 +149,8 @@ def test_copies_are_bounded_within_a_text(monkeypatch: pytest.MonkeyPatch) -> No
     assert run.cache.open(2, [*tokens[:30], 3]) == 0
 
 
-def test_memory_of_states() -> None:
-    """A GPU holds all records of all slots from the start."""
+def test_needed_bytes_match_the_allocated_memory() -> None:
+    """On a GPU the records of all slots are allocated from the start."""
     shape = load_config(tiny.family("qwen3_5"))
     layout = StateLayout.of(shape)
     states = RecurrentStates(shape, 3, PAGE, META)
@@ -164,7 +162,7 @@ def test_memory_of_states() -> None:
     assert RecurrentStates.needed_bytes(llama, 3, torch.device("cuda")) == 0
 
 
-def test_a_cache_of_another_size_is_not_made_beside_the_old_one(
+def test_the_old_cache_is_freed_before_a_resized_one_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = runner("falcon_h1", "cpu")
@@ -187,8 +185,8 @@ def test_states_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.cuda
 @names
-def test_states_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, states, records and copies after random passes and commits, and prefixes found."""
+def test_states_on_a_gpu_agree_with_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares logits, states, records, copies and cached prefixes after random passes."""
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     runs = [runner(name, device, torch.float64) for device in ("cuda", "cpu")]
     compare_random_passes(*runs)
@@ -197,8 +195,8 @@ def test_states_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("draft", ["suffix", "tree", "eagle"])
 @pytest.mark.parametrize("name", NAMES)
-def test_speculative_text_on_a_gpu(name: str, draft: str) -> None:
-    """It is the plain text of a GPU and of the CPU, also with preemption and small chunks."""
+def test_speculation_on_a_gpu_gives_the_plain_output(name: str, draft: str) -> None:
+    """It equals plain decoding on a GPU and on the CPU, with preemption and small chunks."""
     texts = []
     for device, own in (("cuda", draft), ("cuda", "off"), ("cpu", "off")):
         drafts = [own] if own != "off" else []

@@ -1,4 +1,4 @@
-"""Engines over tiny models for the tests, with every proposer, in float64."""
+"""Engines over tiny models for the tests, in float64, with every proposer."""
 
 from __future__ import annotations
 
@@ -32,30 +32,28 @@ from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Event
 from tests import tiny
 
-REQUESTS = 5  # of a run, of each kind of prompt and temperature
-MANY = 8  # the same where drafts are seldom right
-SMALL = 80  # tokens of a pool that holds about two of them at once
+REQUESTS = 5  # of a run: prompts of each kind at each temperature
+MANY = 8  # requests of a run with drafts that are seldom accepted
+SMALL = 80  # tokens of a KV pool that holds about two of these requests
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5,
 }  # fmt: skip
 PROPOSERS = (
-    "ngram", "suffix", "recycle", "lookahead", "model", "listed", "tree", "medusa", "mlp", "eagle", "eagle1", "parallel",
+    "ngram", "suffix", "recycle", "lookahead", "model", "shortlist", "tree", "medusa", "mlp", "eagle", "eagle1", "parallel",
     "pard", "mtp", "block", "both", "cascade", "ahead",
 )  # fmt: skip
-
-
-BLOCKS: dict[str, dict[str, Any]] = {  # kinds of block drafters beside the one above
+BLOCKS: dict[str, dict[str, Any]] = {  # further kinds of block drafters
     "windows": {"layer": WINDOWS},
     "gated": {"markov": MarkovShape(5, "gated")},
     "rnn": {"markov": MarkovShape(5, "rnn"), "sample_from_anchor": False},
     "windows, causal": {"layer": WINDOWS, "window_causal": True},
 }
-ASSISTANTS = ("assistant", "ordered assistant")  # of Gemma 4
+ASSISTANTS = ("assistant", "ordered assistant")  # for Gemma 4 only
 HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
 
 
-class Foreseeing(OverlapProposer):
-    """Drafts ahead before the pass begins and not beside it: tiny targets leave it no time."""
+class EarlyOverlap(OverlapProposer):
+    """Finishes overlapped drafting before the forward pass, since that of a tiny target is short."""
 
     def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         super().begin_overlap(rows, drafts)
@@ -63,7 +61,7 @@ class Foreseeing(OverlapProposer):
 
 
 class Eager(DepthPolicy):
-    """A policy that has everybody draft, whatever it costs."""
+    """A policy that drafts for all requests, whatever it costs."""
 
     def choose(self, options: Sequence[DraftOption], batch: BatchState) -> list[int]:
         return [min(3, option.limit) for option in options]
@@ -83,20 +81,21 @@ def engine(
     device: str = "cpu",
     form: str = "",
 ) -> Engine:
-    """A target, on native kernels if it is a GGUF file or in `form`, and the proposers of `drafts`.
+    """Return an engine with the proposers of `drafts`; native kernels run GGUF files and `form`s.
 
-    ngram, suffix, model (chains), listed (the same with a shortlist) and tree (of width 3) often
-    agree with it, pard about its first token, `HEADS` and `BLOCKS` now and then; both is ngram
-    before an EAGLE-3 head. `width` is that of pard and heads, where the rule takes trees.
+    Drafts of ngram, suffix, model (chains), shortlist (the same with a shortlist) and tree (width
+    3) are often accepted, those of pard at the first token, of `HEADS` and `BLOCKS` sometimes. both
+    is ngram, then an EAGLE-3 head. `width` is that of pard and heads, if the rule accepts trees.
     """
     paths = tiny.family(family), tiny.drafter(family)
-    native, wide = paths[0].is_file() or bool(form), rule not in ("token", "block")
-    width, room = width if wide else 1, {"tokens": tokens, "page": page, "slots": slots}
+    native = paths[0].is_file() or bool(form)
+    takes_trees = rule not in ("token", "block")
+    width, room = width if takes_trees else 1, {"tokens": tokens, "page": page, "slots": slots}
 
-    def decoder(path: Path, listed: Sequence[int] | None = None) -> Any:
+    def decoder(path: Path, shortlist: Sequence[int] | None = None) -> Any:
         if native:
-            return tiny.native_decoder(path, listed and tuple(listed), form or "bfloat16")
-        return tiny.decoder(path, dtype, device, *([listed] if listed else []))
+            return tiny.native_decoder(path, shortlist and tuple(shortlist), form or "bfloat16")
+        return tiny.decoder(path, dtype, device, *([shortlist] if shortlist else []))
 
     def runner(made: object) -> Runner:
         graphs = CudaGraphs() if device == "cuda" else None
@@ -107,19 +106,19 @@ def engine(
     target = decoder(paths[0])
     view, main = view_of(target), runner(target)
 
-    def model(listed: Sequence[int] | None = None, width: int = 1) -> DraftModel:
-        return DraftModel(runner(decoder(paths[1], listed)), tiny.VOCAB, width=width)
+    def model(shortlist: Sequence[int] | None = None, width: int = 1) -> DraftModel:
+        return DraftModel(runner(decoder(paths[1], shortlist)), tiny.VOCAB, width=width)
 
-    def levels(name: str, heads: MedusaStyleHeads) -> MedusaProposer:
+    def medusa_style(name: str, heads: MedusaStyleHeads) -> MedusaProposer:
         return MedusaProposer(name, heads, view, width)
 
-    def pairs(
+    def eagle_style(
         name: str, head: EagleModule, kind: type[EagleProposer] = EagleProposer, width: int = width
     ) -> EagleProposer:
         return kind(name, head, view, **room, width=width)
 
     def eagle(width: int = width) -> EagleProposer:
-        return pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=width)
+        return eagle_style("eagle3", tiny.eagle(tiny.eagle_config(family)), width=width)
 
     def block(**changes: Any) -> BlockProposer:
         head = tiny.block(tiny.block_config(family, **changes))
@@ -132,23 +131,23 @@ def engine(
     make: dict[str, Callable[[], Proposer]] = {
         "ngram": lambda: NGram(longest=3, shortest=1),
         "suffix": lambda: Suffix(shortest=1),
-        "recycle": lambda: Recycle(width=3 if wide else 1),
+        "recycle": lambda: Recycle(width=3 if takes_trees else 1),
         "lookahead": lambda: Lookahead(window=6, ngram=3, pool=4),
         "model": model,
-        "listed": lambda: model(tiny.LISTED),
-        "tree": lambda: model(width=3 if wide else 1),
+        "shortlist": lambda: model(tiny.LISTED),
+        "tree": lambda: model(width=3 if takes_trees else 1),
         "pard": lambda: Pard(runner(decoder(paths[1])), 3, tiny.VOCAB, width=width),
-        "medusa": lambda: levels("medusa", tiny.medusa(family)),
-        "mlp": lambda: levels("mlp", tiny.mlp(family)),
+        "medusa": lambda: medusa_style("medusa", tiny.medusa(family)),
+        "mlp": lambda: medusa_style("mlp", tiny.mlp(family)),
         "eagle": eagle,
-        "eagle1": lambda: pairs("eagle", tiny.eagle1(family)),
-        "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelEagleProposer),
-        "mtp": lambda: pairs("mtp", tiny.mtp(family)),
+        "eagle1": lambda: eagle_style("eagle", tiny.eagle1(family)),
+        "parallel": lambda: eagle_style("eagle3", tiny.parallel(family), ParallelEagleProposer),
+        "mtp": lambda: eagle_style("mtp", tiny.mtp(family)),
         "block": block,
         **{name: functools.partial(block, **kind) for name, kind in BLOCKS.items()},
         "assistant": lambda: assistant(False),
         "ordered assistant": lambda: assistant(True),
-        "ahead": lambda: Foreseeing(model()),
+        "ahead": lambda: EarlyOverlap(model()),
         "cascade": lambda: Cascade(make["ngram"](), model()),
         "both": lambda: InTurn((make["ngram"](), eagle(width=1))),
     }
@@ -168,8 +167,10 @@ def prompts(count: int = 8) -> list[list[int]]:
 
 
 def params(i: int, temperature: float | None, length: int = 20) -> SamplingParams:
-    """The parameters of request i: a seed of its own, no early end. None: half of them are drawn,
-    at 0.8, the others greedy, prompts of every kind among both."""
+    """Return the parameters of request i, with its own seed and no early end.
+
+    A `temperature` of None makes half of the requests sample at 0.8 and the others greedy, with
+    prompts of every kind among both."""
     temperature = (0.8 if i % 4 in (0, 3) else 0.0) if temperature is None else temperature
     return SamplingParams(
         temperature=temperature, seed=100 + i, max_tokens=length + i % 3, ignore_eos=True
@@ -177,7 +178,7 @@ def params(i: int, temperature: float | None, length: int = 20) -> SamplingParam
 
 
 def finish(engine: Engine) -> list[Event]:
-    """Step until nothing is left, then check that nothing leaked; returns the events."""
+    """Step until all requests end, check that nothing leaked, and return the events."""
     events: list[Event] = []
     while engine.busy:
         events += engine.step_or_raise()
@@ -186,7 +187,7 @@ def finish(engine: Engine) -> list[Event]:
 
 
 def finish_all(engine: Engine) -> list[Event]:
-    """Run to the end as `finish` does, though some requests may fail."""
+    """Run to the end as `finish` does, but allow requests to fail."""
     events: list[Event] = []
     while engine.busy:
         events += engine.step()
@@ -195,7 +196,7 @@ def finish_all(engine: Engine) -> list[Event]:
 
 
 def check_idle(engine: Engine) -> None:
-    """Every page and slot is back, in the target's pool and in the drafters'."""
+    """Check that all pages and slots of the target and of the drafters are free."""
     parts = [part for p in engine.proposers.values() for part in p.parts]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
     caches += [p.inner.runner.cache for p in parts if isinstance(p, OverlapProposer)]
@@ -209,14 +210,14 @@ def check_idle(engine: Engine) -> None:
 
 @contextmanager
 def poisoned(engine: Engine) -> Iterator[None]:
-    """Let the target compute logits that are not finite."""
+    """Make the target compute logits that are not finite."""
     norm: Any = engine.target.decoder.weights.norm
-    kept = norm.weight.clone()
+    weight = norm.weight.clone()
     norm.weight.fill_(float("nan"))
     try:
         yield
     finally:
-        norm.weight.copy_(kept)
+        norm.weight.copy_(weight)
 
 
 def run(
@@ -229,7 +230,7 @@ def run(
     length: int = 20,
     count: int = REQUESTS,
 ) -> list[Request]:
-    """`count` requests, `arrivals` steps between one and the next."""
+    """Run `count` requests to the end, with `arrivals` steps between one and the next."""
     requests = []
     for i, prompt in enumerate(prompts(count)):
         sampling = params(i, temperature, length)

@@ -1,12 +1,11 @@
-"""Estimates of acceptance rates: what they are made of is tested with the policy, here when they are
-made anew."""
+"""When estimates of acceptance rates are computed anew; their values are tested with the policy."""
 
 from forerun.engine.acceptance import REFRESH_ROUNDS, Acceptance, SourceAcceptance
 
 
-def test_an_estimate_is_kept_until_other_requests_have_shown_enough() -> None:
-    """A request's estimate depends on all requests, and computing it is slow: it is kept for some
-    rounds of the others, and follows them then."""
+def test_an_estimate_is_recomputed_after_enough_rounds_of_other_requests() -> None:
+    """A request's estimate depends on all requests and is slow to compute, so it is recomputed only
+    every REFRESH_ROUNDS rounds."""
     source, idle, busy = SourceAcceptance(), Acceptance(), Acceptance()
     first = source.estimate(idle)
     assert source.estimate(idle) is first
@@ -22,7 +21,7 @@ def test_an_estimate_is_kept_until_other_requests_have_shown_enough() -> None:
     assert source.estimate(idle) is later
 
 
-def test_a_draft_of_one_token_is_an_offer_and_an_empty_one_is_not() -> None:
+def test_only_an_empty_draft_counts_as_nothing_offered() -> None:
     source, acceptance = SourceAcceptance(), Acceptance()
     for drafted in (1, 3):
         acceptance.add(drafted, 0)

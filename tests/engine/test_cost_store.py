@@ -1,5 +1,5 @@
-"""What the depth policy learned outlives its process: counts and seconds only, and no file can do
-harm."""
+"""The costs and acceptance rates that the depth policy learned are saved for other processes, and a
+damaged file is ignored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.engine import cost_store as learned
+from forerun.engine import cost_store
 from forerun.engine.acceptance import Acceptance
 from forerun.engine.cost_store import MIN_PASSES, CostStore
 from forerun.engine.depth import MIN_PLAIN_PASSES, DepthPolicy
@@ -18,7 +18,7 @@ from forerun.types import Draft
 from tests import tiny
 
 
-def experienced() -> DepthPolicy:
+def trained_policy() -> DepthPolicy:
     policy = DepthPolicy()
     for _ in range(40):
         for tokens in (1, 2, 5):
@@ -33,18 +33,18 @@ def experienced() -> DepthPolicy:
 
 
 def saved(policy: DepthPolicy, path: Path) -> CostStore:
-    """The store of a policy that has learned enough since it was opened."""
+    """Return a store that has saved `policy` to `path`."""
     store = CostStore(policy, path)
     store._saved_passes = 0
     store.save()
     return store
 
 
-def test_another_process_begins_with_it(tmp_path: Path) -> None:
+def test_another_process_starts_from_the_saved_state(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "x.json"
-    first = CostStore(experienced(), path)
+    first = CostStore(trained_policy(), path)
     first.save()
-    assert not path.exists(), "nothing was learned since"
+    assert not path.exists(), "no forward pass was recorded since"
     for _ in range(MIN_PASSES):
         first.policy.record_forward(1, 0.011)
     first.save()
@@ -60,9 +60,9 @@ def test_another_process_begins_with_it(tmp_path: Path) -> None:
     assert other.bins("eagle3", False).rates == DepthPolicy().bins("x", False).rates
 
 
-def test_what_it_knows_gives_way(tmp_path: Path) -> None:
-    """A machine that became three times slower is believed after some passes."""
-    saved(experienced(), tmp_path / "x.json")
+def test_new_measurements_replace_saved_ones(tmp_path: Path) -> None:
+    """The costs follow a machine that became three times slower within some passes."""
+    saved(trained_policy(), tmp_path / "x.json")
     policy = CostStore(DepthPolicy(), tmp_path / "x.json").policy
     for _ in range(60):
         for tokens in (1, 2, 5):
@@ -70,34 +70,34 @@ def test_what_it_knows_gives_way(tmp_path: Path) -> None:
     assert policy.cost_table()[0][1] == pytest.approx(0.033, rel=0.2)
 
 
-def broken() -> dict[str, str]:
-    good = experienced().state()
-    laws = good["sources"]["eagle3"]
+def damaged_files() -> dict[str, str]:
+    good = trained_policy().state()
+    weights = good["sources"]["eagle3"]
     changed = {
         "negative": {"costs": {"forwards": [[1, -1.0, 3]], "drafts": {}}},
-        "endless": {"costs": {"forwards": [[1, 1e300, 3]], "drafts": {}}},
-        "nothing": {"costs": {"forwards": [[0, 1.0, 3]], "drafts": {}}},
-        "words": {"costs": {"forwards": [["a", "b", "c"]], "drafts": {}}},
+        "huge seconds": {"costs": {"forwards": [[1, 1e300, 3]], "drafts": {}}},
+        "zero tokens": {"costs": {"forwards": [[0, 1.0, 3]], "drafts": {}}},
+        "strings": {"costs": {"forwards": [["a", "b", "c"]], "drafts": {}}},
         "counts": {"sources": {"eagle3": [1e30, 0, 0, 0]}},
         "few counts": {"sources": {"eagle3": [1.0]}},
-        "no number": {"sources": {"eagle3": [float("nan"), 0, 0, 0]}},
-        "sixteenths": {"confidence": {"1 eagle3": [[0.0], [0.0]]}},
-        "octaves": {"costs": {"forwards": [], "drafts": {"many eagle3": []}}},
-        "sizes without end": {"costs": good["costs"] | {"forwards": [[float("inf"), 1.0, 3]]}},
-        "counts without end": {"costs": good["costs"] | {"forwards": [[1, 1.0, float("inf")]]}},
-        "sizes of no number": {"costs": good["costs"] | {"forwards": [[float("nan"), 1.0, 3]]}},
-        "seconds of no number": {"costs": good["costs"] | {"prefills": [[1, float("nan"), 3]]}},
-        "enormous numbers": {"sources": {"eagle3": [10**400, *laws[1:]]}},
+        "nan": {"sources": {"eagle3": [float("nan"), 0, 0, 0]}},
+        "few confidence bins": {"confidence": {"1 eagle3": [[0.0], [0.0]]}},
+        "draft size that is no number": {"costs": {"forwards": [], "drafts": {"many eagle3": []}}},
+        "infinite sizes": {"costs": good["costs"] | {"forwards": [[float("inf"), 1.0, 3]]}},
+        "infinite counts": {"costs": good["costs"] | {"forwards": [[1, 1.0, float("inf")]]}},
+        "sizes of nan": {"costs": good["costs"] | {"forwards": [[float("nan"), 1.0, 3]]}},
+        "seconds of nan": {"costs": good["costs"] | {"prefills": [[1, float("nan"), 3]]}},
+        "enormous numbers": {"sources": {"eagle3": [10**400, *weights[1:]]}},
         "enormous sizes": {"costs": good["costs"] | {"forwards": [[10**30, 1.0, 3]]}},
-        "no time at all": {"costs": good["costs"] | {"forwards": [[1, 1e-300, 3]]}},
-        "no weights": {"sources": {"eagle3": [0.0] * len(laws)}},
-        "more than was seen": {"confidence": {"1 eagle3": [[5.0] * 32, [1.0] * 32]}},
+        "tiny seconds": {"costs": good["costs"] | {"forwards": [[1, 1e-300, 3]]}},
+        "zero weights": {"sources": {"eagle3": [0.0] * len(weights)}},
+        "more accepted than seen": {"confidence": {"1 eagle3": [[5.0] * 32, [1.0] * 32]}},
         "sources in a list": {"sources": [1]},
         "drafts in a list": {"costs": good["costs"] | {"drafts": [1]}},
     }
     files = {name: json.dumps(good | change) for name, change in changed.items()}
     return files | {
-        "half": json.dumps(good)[:-40],
+        "truncated": json.dumps(good)[:-40],
         "empty": "",
         "list": "[]",
         "null": "null",
@@ -109,66 +109,66 @@ def broken() -> dict[str, str]:
         "digits": "9" * 5000,
         "deep list": "[" * 100_000,
         "deep object": '{"a":' * 100_000,
-        "deep": "[" * 9000 + "]" * 9000,
+        "deep and complete": "[" * 9000 + "]" * 9000,
     }
 
 
-@pytest.mark.parametrize("name", broken())
-def test_a_file_that_is_damaged_is_none(
+@pytest.mark.parametrize("name", damaged_files())
+def test_a_damaged_file_is_ignored_and_replaced(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "x.json").write_text(broken()[name])
+    (tmp_path / "x.json").write_text(damaged_files()[name])
     policy = CostStore(DepthPolicy(), tmp_path / "x.json").policy
-    assert policy.state() == DepthPolicy().state(), "nothing of it is half believed"
-    told_once(tmp_path / "x.json", capsys)
-    saved(experienced(), tmp_path / "x.json")
+    assert policy.state() == DepthPolicy().state(), "no part of it was loaded"
+    check_one_note(tmp_path / "x.json", capsys)
+    saved(trained_policy(), tmp_path / "x.json")
     capsys.readouterr()
     assert CostStore(DepthPolicy(), tmp_path / "x.json").policy.state() != DepthPolicy().state()
-    assert not capsys.readouterr().err, "it was replaced"
+    assert not capsys.readouterr().err, "the file was replaced"
 
 
-def told_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = capsys.readouterr()
-    assert said.err.startswith(f"note: {path} is damaged and ignored (")
-    assert said.err.count("\n") == 1
-    assert not said.out
-    assert len(said.err) < 500 + len(str(path))
+def check_one_note(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = capsys.readouterr()
+    assert output.err.startswith(f"note: {path} is damaged and ignored (")
+    assert output.err.count("\n") == 1
+    assert not output.out
+    assert len(output.err) < 500 + len(str(path))
 
 
 @pytest.mark.parametrize(
-    "kind", ["directory", "pipe", "link to nowhere", "no text", "huge", "link in circles"]
+    "kind", ["directory", "pipe", "dangling link", "not UTF-8", "huge", "circular link"]
 )
-def test_whatever_is_in_its_place_is_none(
+def test_anything_but_a_readable_file_is_ignored(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is waited for, and no more is read than a process would have written."""
+    """Opening never blocks, and no more is read than the store would have written."""
     path = tmp_path / "x.json"
     if kind == "directory":
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
-    elif kind.startswith("link"):
-        path.symlink_to(path if kind == "link in circles" else tmp_path / "nowhere")
-    elif kind == "no text":
+    elif kind.endswith("link"):
+        path.symlink_to(path if kind == "circular link" else tmp_path / "nowhere")
+    elif kind == "not UTF-8":
         path.write_bytes(b"\xff\xfe{}")
     else:
         with path.open("wb") as file:
             file.truncate(1 << 40)
     policy = CostStore(DepthPolicy(), path).policy
     assert policy.state() == DepthPolicy().state()
-    told_once(path, capsys)
+    check_one_note(path, capsys)
 
 
-def test_a_file_that_may_not_be_read_is_none(
+def test_an_unreadable_file_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tests may run as root, whom no mode of a file stops."""
+    """`read_text` is patched since the tests may run as root, which file modes do not stop."""
 
     def denied(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(experienced().state()))
+    path.write_text(json.dumps(trained_policy().state()))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", denied)
         assert CostStore(DepthPolicy(), path).policy.state() == DepthPolicy().state()
@@ -177,35 +177,35 @@ def test_a_file_that_may_not_be_read_is_none(
     assert not capsys.readouterr().err
 
 
-def test_no_file_and_a_sound_one_are_told_nothing_of(
+def test_a_missing_or_valid_file_prints_no_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     CostStore(DepthPolicy(), tmp_path / "x.json")
     CostStore(DepthPolicy(), None)
-    (tmp_path / "x.json").write_text(json.dumps(experienced().state()))
+    (tmp_path / "x.json").write_text(json.dumps(trained_policy().state()))
     assert CostStore(DepthPolicy(), tmp_path / "x.json").policy.state() != DepthPolicy().state()
     assert not capsys.readouterr().err
 
 
-def test_a_place_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_disables_saving(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    kept = saved(experienced(), tmp_path / "file" / "x.json")
-    assert kept.path is None
-    kept.save()
+    store = saved(trained_policy(), tmp_path / "file" / "x.json")
+    assert store.path is None
+    store.save()
 
 
 @pytest.mark.parametrize("rule", ["match", "token"])
-def test_the_text_is_the_same_with_it(
+def test_saved_costs_do_not_change_the_output(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second engine drafts from its first pass on. Small models have no file."""
+    """A second engine drafts from its first pass on. Small models save nothing."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     params = SamplingParams.pure(max_tokens=60, seed=1, ignore_eos=True)
     options = {"draft": "suffix", "kv_tokens": 512}
     plain = LLM(tiny.spoken(), **options).generate("The name of the name", params)[0].token_ids
     assert not list(tmp_path.rglob("*.json"))
-    monkeypatch.setattr(learned, "MIN_WEIGHT_BYTES", 0)
-    monkeypatch.setattr(learned, "MIN_PASSES", 1)
+    monkeypatch.setattr(cost_store, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(cost_store, "MIN_PASSES", 1)
     first = LLM(tiny.spoken(), rule=rule, **options)
     first.generate("The name of the name", params)
     (path,) = tmp_path.rglob("*.json")
@@ -214,5 +214,5 @@ def test_the_text_is_the_same_with_it(
     assert second.engine.policy.costs.num_passes > 0
     other = LLM(tiny.spoken(), rule=rule, **options | {"draft": "ngram"})
     assert other.engine.policy.costs.num_passes == 0
-    said = second.generate("The name of the name", params)[0]
-    assert rule == "token" or said.token_ids == plain
+    completion = second.generate("The name of the name", params)[0]
+    assert rule == "token" or completion.token_ids == plain

@@ -1,5 +1,4 @@
-"""The depth policy: drafts when it pays, as deep as pays, not at all when it does not, and tries
-again."""
+"""The depth policy: drafts as deep as pays, pauses drafts that do not pay, and probes them later."""
 
 import itertools
 import math
@@ -21,11 +20,12 @@ from forerun.engine.depth import (
 )
 from tests.engine import machine
 
-ONE = BatchState(1, 1, 1)  # a request alone
+ONE = BatchState(1, 1, 1)  # a single request
 
 
 def learned(rate: float, draft_cost: float, slope: float) -> tuple[DepthPolicy, Acceptance]:
-    """A policy that has measured passes of 1 s + `slope` a token, and `draft_cost` a level."""
+    """Return a policy that has measured passes of 1 s + `slope` for each further token and drafts
+    of `draft_cost` a level, and a record with this acceptance rate."""
     policy = DepthPolicy()
     acceptance = Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)), BetaCounts(1e6, 0))
     for _ in range(SETTLED):
@@ -36,8 +36,8 @@ def learned(rate: float, draft_cost: float, slope: float) -> tuple[DepthPolicy, 
     return policy, acceptance
 
 
-def test_depth_is_the_optimum_of_the_published_formula() -> None:
-    """(1 - a^(K+1)) / (1 - a) / (1 + cK): the best K, for several acceptances a and costs c."""
+def test_depth_maximises_the_published_formula() -> None:
+    """(1 - a^(K+1)) / (1 - a) / (1 + cK) over K, for several acceptance rates a and costs c."""
     for rate in (0.5, 0.7, 0.8, 0.9):
         for cost in (0.02, 0.05, 0.1, 0.2):
             policy, acceptance = learned(rate, cost, 0.0)
@@ -47,14 +47,14 @@ def test_depth_is_the_optimum_of_the_published_formula() -> None:
             assert depth == best
 
 
-def test_a_draft_that_costs_more_than_it_brings_is_left_alone() -> None:
+def test_a_draft_that_does_not_pay_is_not_made() -> None:
     policy, acceptance = learned(rate=0.2, draft_cost=0.5, slope=0.3)
     assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
-def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_cost() -> None:
-    """Two cold plain passes, and none since: that a pass with a draft looks cheaper says nothing
-    for the draft, even if it is free."""
+def test_rejected_drafts_are_not_made_though_plain_passes_were_measured_too_slow() -> None:
+    """After two slow cold plain passes, a pass with a draft looks cheaper; this must not count in
+    favour of a draft that is never accepted, even if it is free."""
     policy, acceptance = DepthPolicy(), Acceptance(BetaCounts(0, 1000), BetaCounts(1000, 0))
     for tokens, seconds, passes in ((1, 5.0, MIN_PLAIN_PASSES), (2, 1.0, SETTLED)):
         for _ in range(passes):
@@ -63,7 +63,7 @@ def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_co
     assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
-def test_plain_passes_are_measured_before_anything_is_compared_with_them() -> None:
+def test_plain_passes_are_measured_before_the_first_draft() -> None:
     policy = DepthPolicy()
     for _ in range(MIN_PLAIN_PASSES):
         assert policy.choose([DraftOption("model", 8, Acceptance())], ONE) == [0]
@@ -71,9 +71,9 @@ def test_plain_passes_are_measured_before_anything_is_compared_with_them() -> No
     assert policy.choose([DraftOption("model", 8, Acceptance())], ONE) != [0]
 
 
-def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
-    """Drafts of 0.1 passes a level that always fail: a probe takes 0.3 passes and comes after a
-    rest, until what may be spent at once has been spent."""
+def test_probes_follow_each_pause_until_the_allowance_is_spent() -> None:
+    """Drafts of 0.1 passes a level always fail. A probe costs 0.3 passes; once the allowance is
+    spent, probes are as rare as their share of the time demands."""
     policy, acceptance = learned(rate=0.05, draft_cost=0.1, slope=0.05)
     chosen = []
     for _ in range(2000):
@@ -90,12 +90,12 @@ def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
 
 
 @pytest.mark.parametrize("cost", [0.01, 0.5, 50.0])
-def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
-    """A dear proposer is tried seldom, whoever asks, and even the dearest sometimes: its cost may
-    have been misread. Requests of 50 tokens, two at a time."""
+def test_the_cost_of_probes_is_bounded_over_all_requests(cost: float) -> None:
+    """An expensive proposer is probed seldom, over all requests together, but never given up: its
+    cost may have been mismeasured. Requests have 50 tokens, and two run at a time."""
     policy, _ = learned(rate=0.05, draft_cost=cost, slope=0.0)
     policy.sources["model"].weights[0] = 1000.0
-    spent, probed = 0.0, []
+    spent, probes = 0.0, []
     for step in range(20_000):
         if step % 50 == 0:
             options = [DraftOption("model", 8, Acceptance(BetaCounts(0, 1000))) for _ in range(2)]
@@ -103,13 +103,14 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
         policy.record_forward(2, 1.0)
         policy.steps += 1
         spent += 2 * cost * sum(map(bool, depths))
-        probed += [step] * any(depths)
+        if any(depths):
+            probes.append(step)
     assert spent <= 2 * cost + PROBE_ALLOWANCE + 20_000 * PROBE_SHARE
-    assert len(probed) >= 2 and probed[-1] > 9_000
+    assert len(probes) >= 2 and probes[-1] > 9_000
 
 
-def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
-    """Catching up takes as long as 4 passes: the second probe waits for them."""
+def test_the_price_of_a_probe_includes_the_proposers_lag() -> None:
+    """Catching up costs 4 passes, which the second probe has to wait for."""
     policy, acceptance = learned(rate=0.05, draft_cost=0.01, slope=0.1)
     policy.costs.add_draft("model", PROBE_DEPTH, 4.0, lag=100)
     chosen = []
@@ -122,18 +123,18 @@ def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
     assert all(300 < b - a < 450 for a, b in itertools.pairwise(probes))
 
 
-def test_what_a_proposer_has_to_read_must_pay_in_the_tokens_that_are_left() -> None:
-    """Reading takes as long as twenty passes, and drafts are right nine times in ten."""
+def test_a_lag_must_pay_within_the_tokens_that_remain() -> None:
+    """Reading a lag of 100 tokens costs twenty passes; the acceptance rate is 0.9."""
     cases = ((0, 200, True), (100, 200, True), (100, 4, False), (1000, 200, False))
-    for lag, left, drafts in cases:
+    for lag, remaining, drafts in cases:
         policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.05)
         policy.costs.add_draft("model", 1, 20.1, lag=100)
-        (depth,) = policy.choose([DraftOption("model", left, acceptance, lag=lag)], ONE)
-        assert (depth > 0) is drafts, (lag, left)
+        (depth,) = policy.choose([DraftOption("model", remaining, acceptance, lag=lag)], ONE)
+        assert (depth > 0) is drafts, (lag, remaining)
 
 
-def test_who_was_right_goes_on_at_once() -> None:
-    """Once catching up is paid for, and only while an accepted draft would pay."""
+def test_an_accepted_probe_is_continued_in_the_next_step() -> None:
+    """The catch-up is paid by then. A draft is continued only if it would pay when accepted."""
     for slope, goes_on in ((0.3, True), (1.2, False)):
         policy, acceptance = learned(rate=0.05, draft_cost=0.2, slope=slope)
         policy.costs.add_draft("model", PROBE_DEPTH, 4.0, lag=100)
@@ -149,22 +150,23 @@ def test_who_was_right_goes_on_at_once() -> None:
         assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
-def test_to_ask_whether_a_request_rests_is_a_step_of_its_rest() -> None:
-    """Probes come in the same steps as if the depth were chosen every time."""
+def test_checking_for_a_pause_does_not_move_the_probes() -> None:
+    """With `is_paused`, probes come in the same steps as if the depth were chosen every time."""
     probes = []
-    for asks in (False, True):
+    for checks in (False, True):
         policy, acceptance = learned(rate=0.05, draft_cost=0.5, slope=0.05)
         chosen = []
         for _ in range(1000):
             option = DraftOption("model", 8, acceptance)
-            chosen += [0] if asks and policy.is_paused(acceptance) else policy.choose([option], ONE)
+            paused = checks and policy.is_paused(acceptance)
+            chosen += [0] if paused else policy.choose([option], ONE)
             policy.record_forward(1, 1.0)
             policy.steps += 1
         probes.append([i for i, depth in enumerate(chosen) if depth])
     assert probes[0] == probes[1] and len(probes[0]) >= 3
 
 
-def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
+def test_drafting_resumes_when_drafts_become_good() -> None:
     policy, acceptance = learned(rate=0.05, draft_cost=0.3, slope=0.0)
     depths = []
     for _ in range(4000):
@@ -177,7 +179,7 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
     assert depths[0] == 0 and min(depths[-20:]) > 2
 
 
-def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
+def test_better_drafts_of_a_batch_are_deeper_and_limits_hold() -> None:
     policy, good = learned(rate=0.9, draft_cost=0.01, slope=0.1)
     poor = Acceptance(BetaCounts(100, 900))
     cases = ((16, good), (16, poor), (1, good))
@@ -186,40 +188,41 @@ def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
     assert depths[0] > depths[1] and depths[2] <= 1
 
 
-def played(
+def simulated_speed(
     policy: DepthPolicy,
     rates: tuple[float, float],
     draft_cost: float,
     slope: float,
-    found: list[int],
+    offered: list[int],
     seed: int,
 ) -> float:
-    """Times plain decoding, for a request of 200 tokens, on a machine whose measurements are noisy,
-    cold at first, now and then three times too long, and whose speed drifts. `rates`: acceptance in
-    the first 40 tokens, and after them. `found`: tokens that the proposer has to offer, at
-    random."""
+    """Return the speed of a request of 200 tokens as a multiple of plain decoding.
+
+    Measurements are noisy, too long for cold sizes, three times too long now and then, and the
+    machine's speed drifts. `rates`: acceptance in the first 40 tokens, and after them. `offered`:
+    numbers of tokens that the proposer can offer, chosen at random."""
     dice = random.Random(seed)
     acceptance = Acceptance()
-    cold = set()
+    warm = set()
     clock = 0.0
     drift = 0.0
     done = 0
 
-    def measured(true: float, what: object) -> float:
+    def measured(seconds: float, operation: object) -> float:
         nonlocal drift
         drift = 0.99 * drift + dice.gauss(0, 0.03)
-        first = what not in cold
-        cold.add(what)
-        factor = 1.5 if first else 1.0
+        factor = 1.0 if operation in warm else 1.5
+        warm.add(operation)
         factor *= math.exp(drift + dice.gauss(0, 0.1))
-        return true * factor * (3 if dice.random() < 0.02 else 1)
+        return seconds * factor * (3 if dice.random() < 0.02 else 1)
 
     while done < 200:
         depth = 0
         if not policy.is_paused(acceptance):
             (depth,) = policy.choose([DraftOption("model", 200 - done, acceptance)], ONE)
-        drafted = min(depth, dice.choice(found))
-        accepted = next((i for i in range(drafted) if dice.random() > rates[done >= 40]), drafted)
+        drafted = min(depth, dice.choice(offered))
+        rate = rates[1] if done >= 40 else rates[0]
+        accepted = next((i for i in range(drafted) if dice.random() > rate), drafted)
         draft, verify = draft_cost * depth, 1 + slope * drafted
         if depth:
             policy.costs.add_draft("model", depth, measured(draft, ("draft", depth)))
@@ -236,7 +239,7 @@ COPIES = [0, 0, 2, 5, 11, 16]
 
 
 @pytest.mark.parametrize(
-    ("rates", "draft_cost", "slope", "found", "least"),
+    ("rates", "draft_cost", "slope", "offered", "minimum"),
     [
         ((0.95, 0.95), 0.003, 0.2, COPIES, 1.9),
         ((0.0, 0.95), 0.003, 0.2, COPIES, 1.5),
@@ -246,32 +249,32 @@ COPIES = [0, 0, 2, 5, 11, 16]
         ((0.0, 0.0), 0.05, 0.2, [16], 0.95),
     ],
 )
-def test_neither_noise_nor_a_bad_beginning_decides(
-    rates: tuple[float, float], draft_cost: float, slope: float, found: list[int], least: float
+def test_speed_is_robust_to_noise_and_to_a_bad_start(
+    rates: tuple[float, float], draft_cost: float, slope: float, offered: list[int], minimum: float
 ) -> None:
-    """Of 30 fresh starts the median gains most, and the third worst hardly loses."""
-    arguments = rates, draft_cost, slope, found
-    speeds = sorted(played(DepthPolicy(), *arguments, seed) for seed in range(30))
-    assert speeds[15] >= least and speeds[2] >= min(0.93, least)
+    """Over 30 seeds, the median reaches the minimum and the third worst hardly loses."""
+    arguments = rates, draft_cost, slope, offered
+    speeds = sorted(simulated_speed(DepthPolicy(), *arguments, seed) for seed in range(30))
+    assert speeds[15] >= minimum and speeds[2] >= min(0.93, minimum)
 
 
-def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_pays() -> None:
-    """Accepted drafts pay if it drafts often, and not if hardly ever."""
-    for often, asked in ((0.5, True), (0.02, False)):
+def test_a_proposer_that_seldom_offers_a_draft_is_called_only_if_that_pays() -> None:
+    """Accepted drafts pay if the proposer offers one often, and not if it hardly ever does."""
+    for offer_rate, called in ((0.5, True), (0.02, False)):
         policy, acceptance = learned(rate=0.99, draft_cost=0.1, slope=0.1)
-        acceptance.offered = BetaCounts(1000 * often, 1000 * (1 - often))
-        assert (policy.choose([DraftOption("model", 1, acceptance)], ONE) != [0]) is asked
-    # what is shown of a draft that is there
+        acceptance.offered = BetaCounts(1000 * offer_rate, 1000 * (1 - offer_rate))
+        assert (policy.choose([DraftOption("model", 1, acceptance)], ONE) != [0]) is called
+    # the rate is that of the drafts that were offered
     assert policy.acceptance_rate("model", acceptance) > 0.9
 
 
-def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -> None:
-    """Short matches are the turn of a drafter that is right seven times in ten."""
+def test_copies_are_cut_to_the_length_that_pays_and_compared_with_other_drafters() -> None:
+    """A drafter with an acceptance rate of 0.7 is faster than copies behind short matches."""
     policy, drafter = learned(rate=0.7, draft_cost=0.02, slope=0.05)
-    for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
+    for rate, expected in ((0.02, 0), (0.3, 1), (0.95, 8)):
         copied = Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)))
         count, speed = policy.cut_copy("suffix, 2 bits", copied, 8, ONE)
-        assert count == alone or (alone == 1 and 1 <= count < 4)
+        assert count == expected or (expected == 1 and 1 <= count < 4)
         assert (speed > policy.expected_speed(DraftOption("model", 8, drafter), ONE)) is (
             rate == 0.95
         )
@@ -280,7 +283,7 @@ def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -
     assert speed > policy.expected_speed(DraftOption("model", 8, hopeless), ONE)
 
 
-def test_matches_are_kept_apart_by_powers_of_two() -> None:
+def test_match_lengths_are_grouped_by_powers_of_two() -> None:
     kinds = [kind_of_match("suffix", match) for match in (2, 3, 4, 7, 8, 31, 32, 10_000)]
     assert kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4]
     assert kinds[6] == kinds[7] != kinds[5]
@@ -292,24 +295,23 @@ def test_matches_are_kept_apart_by_powers_of_two() -> None:
 @pytest.mark.parametrize(
     ("mix", "requests"), [("good", 1), ("half", 4), ("mixed", 16), ("bad", 16), ("good", 48)]
 )
-def test_near_the_best_there_is_whatever_passes_cost(curve: str, mix: str, requests: int) -> None:
-    """Beside who knows every chance and cost: of that 0.89 in short runs (`python -m
-    tests.engine.machine` has longer ones, which differ less), and nowhere much slower than plain
-    decoding."""
+def test_speed_is_close_to_that_of_the_best_depths(curve: str, mix: str, requests: int) -> None:
+    """The policy reaches 0.89 of the speed of a policy that knows all rates and costs, and is never
+    much slower than plain decoding. Longer runs differ less (`python -m tests.engine.machine`)."""
     best, plain = machine.shares(curve, mix, requests, 200 * max(requests, 20))
     assert best > 0.89 and plain > 0.95, (best, plain)
 
 
 @pytest.mark.parametrize("prompt", [128, 1000])
 @pytest.mark.parametrize("curve", ["mild", "roof"])
-def test_what_is_read_to_draft_for_many_is_not_lost(curve: str, prompt: int) -> None:
-    """Sixteen requests, half of which are right, whose prompts a drafter reads first."""
+def test_reading_prompts_to_draft_for_a_batch_costs_little(curve: str, prompt: int) -> None:
+    """A drafter first reads the prompts of sixteen requests; half of them accept its drafts."""
     _, plain = machine.shares(curve, "half", 16, 3200, prompt=prompt)
     assert plain > 0.94, plain
 
 
 def depths_of(objective: str, slo: float) -> list[int]:
-    """Depths of one request that is right nine times in ten and seven that seldom are."""
+    """Return the depths of one request with an acceptance rate of 0.9 and seven of 0.05."""
     policy = DepthPolicy(objective, slo)
     for _ in range(SETTLED):
         for tokens in range(1, 33):
@@ -325,27 +327,27 @@ def depths_of(objective: str, slo: float) -> list[int]:
     )
 
 
-def test_latency_lets_nobody_wait_long_for_what_one_gains() -> None:
-    """Tokens of all come first, or the time that each waits for one."""
-    most, soonest = depths_of("throughput", 0.0), depths_of("latency", 0.0)
-    assert most[0] > soonest[0] > 0 and not any(most[1:])
+def test_the_latency_objective_drafts_less_deep_for_one_request_of_many() -> None:
+    """The throughput objective counts the tokens of all requests; latency, how long each waits."""
+    throughput, latency = depths_of("throughput", 0.0), depths_of("latency", 0.0)
+    assert throughput[0] > latency[0] > 0 and not any(throughput[1:])
 
 
-def test_no_step_is_drafted_for_beyond_its_time() -> None:
-    """A plain step takes 1.14 s here: one of 1.2 has room for two tokens, one of 1.0 for none."""
+def test_drafts_keep_a_step_within_the_slo() -> None:
+    """A plain step takes 1.14 s: an SLO of 1.2 s allows two drafted tokens, one of 1.0 s none."""
     assert depths_of("throughput", 1.2)[0] == 2 and not any(depths_of("throughput", 1.0))
 
 
-def test_what_one_gains_all_pay_for() -> None:
-    """A draft of a tenth of a pass a level, right nine times in ten: worth it for who is alone, and
-    not for one of 64 that are answered in the same pass, though the others rest."""
+def test_a_draft_for_one_request_is_charged_to_the_whole_batch() -> None:
+    """A draft of 0.1 passes a level with an acceptance rate of 0.9 pays for a single request, but
+    not for one of 64 in the same pass, though the others do not draft."""
     for batch, drafts in ((ONE, True), (BatchState(64, 64, 1), False)):
         policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
         assert (policy.choose([DraftOption("model", 8, acceptance)], batch) != [0]) is drafts
 
 
-def test_no_pass_is_much_larger_than_what_was_measured() -> None:
-    """However cheap it seems to be: sizes are found out step by step."""
+def test_no_pass_is_much_larger_than_the_largest_measured_one() -> None:
+    """Sizes grow step by step, however cheap larger ones seem to be."""
     policy = DepthPolicy()
     options = [
         DraftOption("model", 16, Acceptance(BetaCounts(1000, 0), BetaCounts(1000, 0)))
@@ -363,10 +365,9 @@ def test_no_pass_is_much_larger_than_what_was_measured() -> None:
         largest = size
 
 
-def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None:
-    """Sixteen requests whose rows cost what they bring: a pass that takes five times as long anyway
-    makes no draft cheaper. Where rows of such a pass cost little, they pay there as elsewhere; its
-    time is within the bound or not."""
+def test_drafts_beside_a_prefill_must_pay_as_they_do_without_it() -> None:
+    """For sixteen requests whose rows cost as much as they gain, a longer pass makes no draft
+    cheaper. Cheap rows pay beside a prefill, too, unless the pass would exceed the SLO."""
     for row, slo, drafts in ((0.06, 0.0, False), (0.002, 0.0, True), (0.002, 1.2, False)):
         policy = DepthPolicy(slo=slo)
         for _ in range(SETTLED):
@@ -386,8 +387,8 @@ def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None
             ), batch
 
 
-def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
-    """However good its drafts are: what choosing takes is felt where many are answered at once."""
+def test_requests_whose_drafts_do_not_pay_are_paused() -> None:
+    """This holds for good drafts, too: choosing depths takes noticeable time in large batches."""
     policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
     options = [DraftOption("model", 8, acceptance)]
     assert policy.choose(options, BatchState(64, 64, 1)) == [0] and policy.is_paused(acceptance)
@@ -406,8 +407,8 @@ def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
 def test_several_requests_pause_longer_and_longer(
     count: int, copies: bool, expected: list[int]
 ) -> None:
-    """Until drafting pays for one of them; copies may begin to pay with any token. All pauses of a
-    length end together, at multiples of it."""
+    """Pauses grow until drafting pays for one of the requests. Those for copies do not grow, since
+    a match may appear with any token. All pauses of a length end together, at multiples of it."""
     policy, good = learned(rate=0.9, draft_cost=0.1, slope=0.3)
     failing = [Acceptance(BetaCounts(0, 1000), BetaCounts(1000, 0)) for _ in range(count)]
     options = [DraftOption("model", 8, own, copies=copies) for own in failing]
@@ -425,8 +426,8 @@ def test_several_requests_pause_longer_and_longer(
     assert failing[0].paused_until == policy.steps + PAUSE_STEPS
 
 
-def test_much_is_not_read_beside_prompts() -> None:
-    """A tenth of a pass is read: a few missed tokens, or a prompt to copy from."""
+def test_a_long_catch_up_waits_while_prompts_are_read() -> None:
+    """A catch-up of a tenth of a pass does not wait: a few missed tokens, or a text to copy."""
     policy = DepthPolicy()
     for _ in range(20):
         policy.record_forward(1, 1.0)
@@ -438,9 +439,9 @@ def test_much_is_not_read_beside_prompts() -> None:
     assert not policy.should_wait(DraftOption("suffix", 9, Acceptance(), 1, 100), batch)
 
 
-def test_prompts_are_read_beside_requests_as_far_as_a_pass_is_stretched() -> None:
+def test_prefill_room_follows_the_allowed_stretch_of_a_pass_and_the_slo() -> None:
     policy = DepthPolicy(slo=0.0)
-    assert policy.room(4, 2.0) > 1000, "nothing is known yet"
+    assert policy.room(4, 2.0) > 1000, "nothing was measured yet"
     for _ in range(SETTLED):
         policy.record_forward(4, 1.0)
         for tokens in (8, 64, 512):

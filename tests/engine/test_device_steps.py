@@ -1,6 +1,6 @@
-"""Rounds on a device that is one round ahead of the host: the same tokens as one round a step,
-whatever the proposer, and whatever ends the rounds. `RecordedOperations` stands in for CUDA graphs;
-results are looked at one round late here as on a GPU."""
+"""Rounds on a device that runs one round ahead of the host give the tokens of one round per step,
+for all proposers and all ends. `RecordedOperations` stands in for CUDA graphs; the host reads
+results one round late, as on a GPU."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def without_request_guard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runners_of(engine: Engine) -> list[Runner]:
-    parts = [part for whole in engine.proposers.values() for part in whole.parts]
+    parts = [part for proposer in engine.proposers.values() for part in proposer.parts]
     return [engine.target, *(part.runner for part in parts if isinstance(part, DraftModel))]
 
 
 def engine(
     draft: str, family: str = "llama", late: bool = True, recorded: bool = True, **options: Any
 ) -> Engine:
-    """An engine that records; its rounds are late, or else one a step."""
+    """Return an engine with recorded rounds: `late` ones, or one round per step."""
     wanted = {"in turn": ["suffix", "model"]}.get(draft, draft.split("+"))
     made = build.engine(family, wanted, **({"width": 1} | options))
     if "recycle" in draft:
@@ -79,7 +79,7 @@ def add(
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens on the device, in order: b(egin), l(aunch), r(esults)."""
+    """The device's operations in order: b(egin), l(aunch), r(esults)."""
     found: list[str] = []
 
     def noted(letter: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +99,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def texts(
     draft: str, late: bool, sampled: dict[str, Any], depth: int | str = "auto", **options: Any
 ) -> list[list[int]]:
-    """Four requests, of which two come a little later."""
+    """Return the tokens of four requests, two of them added a little later."""
     made = engine(draft, late=late, **options)
     requests = []
     for prompt in range(4):
@@ -113,7 +113,7 @@ def texts(
 
 
 def plain_texts(sampled: dict[str, Any], **options: Any) -> list[list[int]]:
-    """The same texts without drafts, recordings and late rounds."""
+    """Return the same tokens without drafts, recordings and late rounds."""
     return _plain_texts(repr((sampled, options)))
 
 
@@ -128,17 +128,17 @@ def _plain_texts(given: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     "draft",
     [
-        *("off", "suffix", "model", "in turn", "listed", "eagle", "eagle1", "mtp"),
+        *("off", "suffix", "model", "in turn", "shortlist", "eagle", "eagle1", "mtp"),
         *("recycle", "suffix+recycle"),
     ],
 )
-def test_the_same_tokens_as_one_round_a_step(
+def test_tokens_equal_those_of_one_round_per_step(
     log: list[str], draft: str, sampled: dict[str, Any]
 ) -> None:
     assert texts(draft, True, sampled) == plain_texts(sampled)
     rounds = "".join(log)
     if draft not in ("suffix", "in turn", "suffix+recycle"):
-        assert "bll" in rounds  # a second round begins before anything is known of the first
+        assert "bll" in rounds  # the second round is launched before the results of the first
         assert "rlrl" in rounds
     assert rounds.count("l") == rounds.count("r")
 
@@ -166,7 +166,7 @@ def test_requests_of_different_depths_in_one_round(log: list[str], draft: str) -
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 def test_every_proposer_gives_the_same_tokens(draft: str) -> None:
-    """Those that cannot draft in such rounds do so one round a step."""
+    """Proposers that cannot draft on the device run one round per step."""
     sampled = {"temperature": 0.9, "top_p": 0.9}
     assert texts(draft, True, sampled) == plain_texts(sampled)
 
@@ -175,9 +175,8 @@ def test_every_proposer_gives_the_same_tokens(draft: str) -> None:
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "gemma2", "gemma3n-own-keys", "exaone4", "qwen3", "gpt_oss", "llama4"]
 )
-def test_families(log: list[str], family: str) -> None:
-    """Windows are masked on the device; keys of shared layers are written once; experts are chosen
-    on the device."""
+def test_families_give_the_same_tokens(log: list[str], family: str) -> None:
+    """The device masks windows, writes keys of shared layers once, and routes experts."""
     sampled = {"temperature": 0.8}
     plain = plain_texts(sampled, family=family)
     assert texts("model", True, sampled, family=family) == plain
@@ -186,7 +185,7 @@ def test_families(log: list[str], family: str) -> None:
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Where each verified draft begins in the text, and its tokens."""
+    """The position of each verified draft, and its tokens."""
     found: list[list[int]] = []
     record = DraftLearning.record_verdict
 
@@ -209,7 +208,7 @@ def test_drafts_and_statistics_are_those_of_single_steps(
     for late in (False, True):
         drafts.clear()
         made = engine(draft, late=late)
-        # with a fixed depth nothing is cut from a tree before the target reads it
+        # with a fixed depth no tree is pruned before it is verified
         depth = 4 if draft == "recycle" else "auto"
         request = add(made, draft, depth=depth, temperature=temperature, max_tokens=60)
         build.finish(made)
@@ -221,9 +220,8 @@ def test_drafts_and_statistics_are_those_of_single_steps(
 
 
 @pytest.mark.parametrize("other", ["off", "model"])
-def test_tables_learn_from_the_requests_that_they_draft_for(log: list[str], other: str) -> None:
-    """And from nobody else in the rounds; beside another drafter there are no rounds. A round that
-    is thrown away teaches a little more."""
+def test_tables_learn_only_from_requests_that_they_draft_for(log: list[str], other: str) -> None:
+    """Two drafters in a batch run without device rounds. A discarded round adds a few entries."""
     tables, found = [], []
     for late in (False, True):
         made = engine("recycle", late=late)
@@ -242,8 +240,8 @@ def test_tables_learn_from_the_requests_that_they_draft_for(log: list[str], othe
     assert other == "model" or "rlrl" in "".join(log)
 
 
-def test_the_last_round_has_rows_for_a_whole_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all before it accept as much as they can, and if a request ended in the round before."""
+def test_the_last_round_has_rows_for_a_full_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows suffice if all earlier rounds accept everything, or a request has just ended."""
     made, depth, nodes, found = engine("recycle"), 8, 16, []
     begin = DeviceRounds.begin
 
@@ -268,8 +266,7 @@ def test_the_last_round_has_rows_for_a_whole_tree(monkeypatch: pytest.MonkeyPatc
     assert min(found) < 128 < max(found)
 
 
-def test_tables_learn_in_a_pause_of_the_guard(log: list[str]) -> None:
-    """In rounds that draft nothing."""
+def test_tables_learn_from_rounds_without_drafts_in_a_pause_of_the_guard(log: list[str]) -> None:
     tables = []
     for late in (False, True):
         made = engine("recycle", late=late)
@@ -285,10 +282,10 @@ def test_tables_learn_in_a_pause_of_the_guard(log: list[str]) -> None:
     assert "rlrl" in "".join(log)
 
 
-def test_a_head_drafts_behind_a_prefix_that_it_has_not_seen(
+def test_a_head_drafts_after_a_cached_prefix_that_it_has_not_read(
     log: list[str], drafts: list[list[int]]
 ) -> None:
-    """Its positions are counted from the first states that it received."""
+    """Its positions count from the first hidden states that it received."""
     found = []
     for late in (False, True):
         made = engine("eagle", late=late)
@@ -306,8 +303,8 @@ def test_a_head_drafts_behind_a_prefix_that_it_has_not_seen(
 
 
 @pytest.mark.parametrize("draft", ["off", "model", "eagle", "recycle"])
-def test_stops_in_the_middle_of_a_path(draft: str) -> None:
-    """A text ends at its first stop token, and not where the round or the call ends."""
+def test_a_stop_token_inside_an_accepted_path_ends_the_request(draft: str) -> None:
+    """The output ends at its first stop token or its limit, not at the end of a round."""
     for stop in (5, 20):
         given = {"stop_token_ids": list(range(stop, stop + 5)), "temperature": 1.0}
         assert texts(draft, True, given) == plain_texts(given)
@@ -319,7 +316,7 @@ def test_stops_in_the_middle_of_a_path(draft: str) -> None:
 
 
 def test_the_end_of_a_request_ends_the_rounds() -> None:
-    """Whoever waits for its slot waits one round longer, and not till others end."""
+    """A request that waits for the slot waits one more round, and not for others to end."""
     made = engine("off")
     first, second = add(made, "off", max_tokens=8), add(made, "off", 4, max_tokens=60)
     while not first.finish_reason:
@@ -329,7 +326,7 @@ def test_the_end_of_a_request_ends_the_rounds() -> None:
 
 
 @pytest.mark.parametrize("draft", ["off", "model", "in turn", "eagle", "suffix+recycle"])
-def test_requests_that_come_pause_and_go(draft: str) -> None:
+def test_requests_that_join_pause_and_abort(draft: str) -> None:
     alone = []
     for prompt in (3, 4):
         made = engine("off", late=False, recorded=False)
@@ -355,15 +352,15 @@ def test_requests_that_come_pause_and_go(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", ["off", "model", "eagle", "recycle"])
 def test_preemption_and_small_pools(draft: str) -> None:
-    """Where there is no room for rounds, steps are single ones, and nothing is lost."""
+    """Without room for rounds the engine runs single steps, and the output stays the same."""
     plain = plain_texts({"temperature": 0.8})
     for tokens in (120, 180):
         assert texts(draft, True, {"temperature": 0.8}, tokens=tokens) == plain
 
 
 @pytest.mark.parametrize("draft", ["model", "recycle"])
-def test_rounds_up_to_the_end_of_the_context(draft: str) -> None:
-    """And up to the keys of a recorded shape: trees have more rows than tokens are accepted."""
+def test_rounds_reach_the_end_of_the_context(draft: str) -> None:
+    """They also reach the last key of a recorded shape: a tree has more rows than it accepts."""
     made = engine(draft, late=False)
     prompt = build.prompts()[3] * 8
     room = made.target.decoder.context - len(prompt)
@@ -380,10 +377,8 @@ def test_rounds_up_to_the_end_of_the_context(draft: str) -> None:
 @pytest.mark.parametrize(
     "given", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"min_tokens": TOKENS}], ids=str
 )
-def test_what_needs_python_in_every_round_runs_one_round_a_step(
-    log: list[str], given: dict[str, Any]
-) -> None:
-    """It and all that run beside it, for as long as it runs."""
+def test_requests_that_need_python_run_single_rounds(log: list[str], given: dict[str, Any]) -> None:
+    """While such a request runs, all others in the batch do the same."""
     made = engine("model")
     special = add(made, "model", **given)
     other = add(made, "model", 2, max_tokens=2 * TOKENS)
@@ -394,7 +389,7 @@ def test_what_needs_python_in_every_round_runs_one_round_a_step(
     assert "l" in log and len(other.output) == 2 * TOKENS
 
 
-def test_requests_with_filters_of_their_own_share_rounds(log: list[str]) -> None:
+def test_requests_with_different_filters_share_rounds(log: list[str]) -> None:
     given: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "top_k": 5},
@@ -413,7 +408,7 @@ def test_requests_with_filters_of_their_own_share_rounds(log: list[str]) -> None
 
 @pytest.mark.parametrize("draft", ["model", "eagle", "recycle"])
 def test_cache_rows_are_those_of_single_steps(draft: str) -> None:
-    """Those of the target and of the drafter, also behind a call; what is unread follows them."""
+    """Compares rows of the target and of the drafter, and the drafter's lag after a call."""
     found = []
     for late in (False, True):
         made = engine(draft, late=late)
@@ -445,9 +440,9 @@ def test_cache_rows_are_those_of_single_steps(draft: str) -> None:
         torch.testing.assert_close(step, call, rtol=0, atol=atol)
 
 
-def test_a_draft_model_has_read_all_that_is_committed() -> None:
-    """Its rows behind each call are those of reading the text at once, also where a whole chain was
-    accepted: the last token of a chain is not read."""
+def test_a_draft_models_cache_holds_all_committed_tokens_after_each_call() -> None:
+    """Its rows equal those of one pass over the text, even after a fully accepted chain, whose last
+    token the drafting itself does not read."""
     made, sizes = engine("model"), {"tokens": 1024, "page": 4}
     made.multi_step.seconds = 0.01
     twin = Runner(made.target.decoder, **sizes, slots=8, graphs=RecordedOperations())
@@ -466,16 +461,15 @@ def test_a_draft_model_has_read_all_that_is_committed() -> None:
             fresh.cache.pages.grow(0, length)
             fresh.forward([Segment.chain(0, tokens[:length])])
             fresh.cache.commit(0, range(length))
-            for ours, theirs in zip(
-                cache.read(request.slot, 0, 0), fresh.cache.read(0, 0, 0), strict=True
-            ):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+            read = zip(cache.read(request.slot, 0, 0), fresh.cache.read(0, 0, 0), strict=True)
+            for actual, expected in read:
+                torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         made.abort(request)
         build.finish(made)
     assert (3, 3) in accepted
 
 
-def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_recording_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(RecordedOperations):
         def record(self, run: Callable[[], Any]) -> Any:
             if "_Rounds" in run.__qualname__:
@@ -496,7 +490,7 @@ def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_logits_that_are_not_finite_end_as_in_a_step() -> None:
+def test_logits_that_are_not_finite_raise_as_in_a_single_step() -> None:
     made = engine("model")
     request = add(made, "model", max_tokens=200)
     made.multi_step.seconds = 0.001
@@ -512,10 +506,10 @@ def test_logits_that_are_not_finite_end_as_in_a_step() -> None:
 
 
 @pytest.mark.parametrize("draft", ["model", "eagle"])
-def test_drafting_goes_on_behind_a_pause_of_the_guard(
+def test_drafts_after_a_pause_of_the_guard_are_those_of_single_steps(
     log: list[str], drafts: list[list[int]], draft: str
 ) -> None:
-    """With the drafts of single steps: a head has seen the hidden states of every round."""
+    """A head has read the hidden states of every round in the pause."""
     found: list[dict[int, list[int]]] = []
     for late in (False, True):
         made = engine(draft, late=False)
@@ -535,17 +529,18 @@ def test_drafting_goes_on_behind_a_pause_of_the_guard(
 
 
 def test_a_copy_ends_the_rounds(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the text begins to repeat itself no further round is launched, and the copying drafter
-    drafts in the next step. c: there is something to copy; s: a step begins."""
+    """When the text begins to repeat itself, no further round is launched, and the copying drafter
+    drafts in the next step. In the log, c is a match and s the begin of a step."""
     made = engine("suffix")
-    # whole copies: what the passes cost, and so what pays, differs from run to run
+    # copies are not cut, since measured costs, and so the best length, vary from run to run
     monkeypatch.setattr(made.policy, "cut_copy", lambda kind, own, copied, *_: (copied, math.inf))
     suffix = made.proposers["suffix"]
     has_draft = suffix.has_draft
 
     def noted(slot: int, tokens: Sequence[int]) -> bool:
         found = has_draft(slot, tokens)
-        log.extend("c" * found)
+        if found:
+            log.append("c")
         return found
 
     monkeypatch.setattr(suffix, "has_draft", noted)
@@ -559,8 +554,8 @@ def test_a_copy_ends_the_rounds(log: list[str], monkeypatch: pytest.MonkeyPatch)
     assert request.stats.by_source["suffix"].accepted > 0
 
 
-class Waits(TorchFunctionMode):
-    """Counts calls in which the host needs numbers from a device, and would wait for it."""
+class HostSyncs(TorchFunctionMode):
+    """Notes calls that copy numbers from a device, for which the host would wait on a GPU."""
 
     NAMES = ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__")
 
@@ -577,7 +572,7 @@ class Waits(TorchFunctionMode):
 
 @pytest.mark.parametrize("draft", ["off", "model", "eagle", "recycle"])
 def test_the_host_waits_once_a_round(log: list[str], draft: str) -> None:
-    """At any depth, and for all requests at once."""
+    """It waits once for all requests together, at any depth."""
     for depth, temperature in ((1, 0.0), (7, 0.8)):
         made = engine(draft)
         for prompt in range(3):
@@ -585,46 +580,46 @@ def test_the_host_waits_once_a_round(log: list[str], draft: str) -> None:
         while min(request.produced for request in made.requests.values()) < 2:
             made.step_or_raise()
         log.clear()
-        with Waits() as waits:
+        with HostSyncs() as syncs:
             made.step_or_raise()
         assert log.count("r") > 3
-        assert waits.names == ["tolist"] * log.count("r")
+        assert syncs.names == ["tolist"] * log.count("r")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_the_host_does_not_wait_for_experts(log: list[str], family: str) -> None:
-    """Neither in recorded rounds nor while they are recorded, for which inputs in main memory are
-    allocated (numpy)."""
+    """It waits neither in recorded rounds nor in their recording, which allocates inputs in main
+    memory (numpy)."""
     made = engine("model", family)
     for prompt in range(3):
         add(made, "model", prompt, 3, temperature=0.8)
     while min(request.produced for request in made.requests.values()) < 1:
         made.step_or_raise()
     log.clear()
-    with Waits() as waits:
+    with HostSyncs() as syncs:
         made.step_or_raise()
     assert log.count("r") > 3
-    names = [name for name in waits.names if name != "numpy"]
+    names = [name for name in syncs.names if name != "numpy"]
     assert names == ["tolist"] * log.count("r")
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix", "model", "recycle"])
 def test_the_host_waits_at_most_twice_in_a_single_step(draft: str) -> None:
-    """Once for the verdict, once for a chain of a draft model, however deep. Greedily: drawing has
-    another path for the CPU, which asks more."""
+    """It waits for the verdict, and for the chain of a draft model of any depth. Requests are
+    greedy, since sampling on a CPU takes another path with more waits."""
     made = engine(draft, late=False)
     for prompt in range(3):
         add(made, draft, prompt, 7, max_tokens=60)
     while min(request.produced for request in made.requests.values()) < 2:
         made.step_or_raise()
-    with Waits() as waits:
+    with HostSyncs() as syncs:
         made.step_or_raise()
-    assert len(waits.names) <= 2, waits.names
+    assert len(syncs.names) <= 2, syncs.names
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("draft", ["off", "suffix", "model", "in turn", "eagle"])
-def test_on_a_gpu(log: list[str], draft: str) -> None:
+def test_tokens_on_a_gpu_equal_those_of_single_steps(log: list[str], draft: str) -> None:
     found = []
     for late in (False, True):
         made = build.engine(drafts=["suffix", "model", "eagle"], device="cuda", width=1)

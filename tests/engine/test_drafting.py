@@ -1,4 +1,4 @@
-"""Who drafts in a step: the parts of a cascade in turn, each learned about by itself."""
+"""Which part of a composed proposer drafts in a step; each has its own costs and acceptance."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.engine import build
 
 
 class Sometimes(Proposer):
-    """Drafts zeros where the text's length is a multiple of `every`; notes its depths."""
+    """Drafts zeros if the text's length is a multiple of `every`; notes lengths and depths."""
 
     def __init__(self, name: str, every: int) -> None:
         self.name, self.every = name, every
-        self.asked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-        self.asked += [(len(row.tokens), row.depth) for row in rows]
+        self.calls += [(len(row.tokens), row.depth) for row in rows]
         drafts = []
         for row in rows:
             tokens = [0] * row.depth if len(row.tokens) % self.every == 0 else []
@@ -40,7 +40,7 @@ class Sometimes(Proposer):
 
 
 def engine_of(*parts: Proposer, rule: str = "match", name: str = "both") -> Engine:
-    """An engine with one proposer: `parts` in turn."""
+    """Return an engine with one proposer, made of `parts` in turn."""
     runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
     return Engine(runner, {name: InTurn(parts) if len(parts) > 1 else parts[0]}, rule=rule)
 
@@ -53,30 +53,30 @@ def add(
     length: int = 30,
     **options: Any,
 ) -> Request:
-    """A request, drafted for to a depth of 2 unless `options` say otherwise."""
+    """Add a request with a draft depth of 2, unless `options` has another one."""
     params = build.params(1, temperature, length)
     return engine.add(build.prompts()[1], params, draft=draft, **{"depth": 2} | options)
 
 
 def rounds_of(engine: Engine) -> list[Round]:
-    """The traces of a run to the end."""
+    """Run to the end and return the traces."""
     return [event.round for event in build.finish(engine) if event.round]
 
 
-def test_the_next_part_is_asked_where_the_first_has_nothing() -> None:
+def test_the_next_part_drafts_if_the_first_has_no_draft() -> None:
     first, second = Sometimes("first", 3), Sometimes("second", 1)
     engine = engine_of(first, second)
     request = add(engine)
     build.finish(engine)
-    assert {length for length, _ in second.asked} == {
-        length for length, _ in first.asked if length % 3
+    assert {length for length, _ in second.calls} == {
+        length for length, _ in first.calls if length % 3
     }
     assert set(request.stats.by_source) == {"first", "second"}
-    assert {depth for _, depth in first.asked + second.asked} <= {1, 2}
+    assert {depth for _, depth in first.calls + second.calls} <= {1, 2}
 
 
-def test_a_part_that_knows_it_has_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next part is, and the statistics know that the first had nothing to offer."""
+def test_a_part_without_a_draft_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next part is called, and the first one is counted as having had nothing to offer."""
     first, second = Sometimes("first", 3), Sometimes("second", 1)
     monkeypatch.setattr(
         first, "has_draft", lambda slot, tokens: len(tokens) % 3 == 0, raising=False
@@ -84,8 +84,8 @@ def test_a_part_that_knows_it_has_nothing_is_not_asked(monkeypatch: pytest.Monke
     engine = engine_of(first, second)
     request = add(engine)
     build.finish(engine)
-    assert first.asked and {length % 3 for length, _ in first.asked} == {0}
-    assert {length % 3 for length, _ in second.asked} == {1, 2}
+    assert first.calls and {length % 3 for length, _ in first.calls} == {0}
+    assert {length % 3 for length, _ in second.calls} == {1, 2}
     assert engine.policy.sources["first"].offered.no > 0
     assert set(request.stats.by_source) == {"first", "second"}
 
@@ -94,7 +94,7 @@ def test_a_part_that_knows_it_has_nothing_is_not_asked(monkeypatch: pytest.Monke
 def test_a_drafter_that_fails_ends_its_request_and_its_error_is_the_cause(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it drafts, it is named with its line."""
+    """An error in `propose` names the drafter and the line."""
     first = Sometimes("first", 1)
 
     def fail(*_: Any) -> None:
@@ -103,31 +103,31 @@ def test_a_drafter_that_fails_ends_its_request_and_its_error_is_the_cause(
     monkeypatch.setattr(first, method, fail)
     engine = engine_of(first, Sometimes("second", 1))
     add(engine)
-    says = "ValueError$"
+    message = "ValueError$"
     if method == "propose":
-        says = r"'first' failed in test_drafting.py, line \d+: ValueError$"
-    with pytest.raises(ForerunError, match=says) as error:
+        message = r"'first' failed in test_drafting.py, line \d+: ValueError$"
+    with pytest.raises(ForerunError, match=message) as error:
         build.finish(engine)
     assert isinstance(error.value.__cause__, ValueError)
 
 
-def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
-    """One whose drafts always fail is left alone, and the other is still asked."""
+def test_each_part_has_its_own_costs_and_acceptance() -> None:
+    """A part whose drafts always fail is paused, and the other one still drafts."""
     first, second = Sometimes("first", 1), Sometimes("second", 1)
     engine = engine_of(first, second)
     request = add(engine, length=100, depth="auto")
     rejected = engine.drafting.state(request).acceptance["first"]
     rejected.kept.no = 1000.0
     build.finish(engine)
-    assert len(first.asked) < 10 < len(second.asked) + len(first.asked)
+    assert len(first.calls) < 10 < len(second.calls) + len(first.calls)
     passes, drafts = engine.policy.cost_table()
     assert passes and {"first", "second"} >= drafts.keys() and "second" in drafts
     assert engine.drafting.state(request).acceptance["second"] is not rejected
     assert engine.drafting.state(request).acceptance["second"].kept.no > 0
 
 
-class Wrong(Proposer):
-    """Drafts what it was not asked for."""
+class WrongShape(Proposer):
+    """Returns drafts with these parents, whatever depth was asked for."""
 
     name = "wrong"
 
@@ -143,7 +143,7 @@ class Wrong(Proposer):
 
 
 @pytest.mark.parametrize(
-    ("parents", "token", "says"),
+    ("parents", "token", "message"),
     [
         ([0, 0, 0], 1, "asked for 2 tokens, 2 deep, and gave 3, 1 deep"),
         ([0, 1, 2], 1, "gave 3, 3 deep"),
@@ -151,26 +151,26 @@ class Wrong(Proposer):
         ([0], -1, "not in the vocabulary of 64"),
     ],
 )
-def test_a_draft_that_was_not_asked_for_is_refused(
-    parents: list[int], token: int, says: str
+def test_drafts_that_are_too_large_or_out_of_the_vocabulary_are_refused(
+    parents: list[int], token: int, message: str
 ) -> None:
-    """There is no room for it: it would overwrite what others have in the cache."""
-    engine = engine_of(Wrong(parents, token))
+    """A larger draft has no reserved rows and would overwrite other requests' cache rows."""
+    engine = engine_of(WrongShape(parents, token))
     add(engine)
-    with pytest.raises(ForerunError, match=says):
+    with pytest.raises(ForerunError, match=message):
         build.finish(engine)
 
 
 class Faulty(Proposer):
-    """Gives what a function of its rows says."""
+    """Proposes what a function of its rows returns."""
 
     name = "faulty"
 
-    def __init__(self, give: Callable[[Sequence[DraftRequest]], Any]) -> None:
-        self.give = give
+    def __init__(self, result_of: Callable[[Sequence[DraftRequest]], Any]) -> None:
+        self.result_of = result_of
 
     def propose(self, rows: Sequence[DraftRequest]) -> Any:
-        return self.give(rows)
+        return self.result_of(rows)
 
 
 def chain(row: DraftRequest) -> Draft:
@@ -178,15 +178,15 @@ def chain(row: DraftRequest) -> Draft:
 
 
 def changed(**fields: Any) -> Callable[[Sequence[DraftRequest]], Any]:
-    """Chains of one token with other fields."""
+    """Return a function that makes chains of one token with these fields overwritten."""
 
-    def give(rows: Sequence[DraftRequest]) -> list[Draft]:
+    def result_of(rows: Sequence[DraftRequest]) -> list[Draft]:
         drafts = [chain(row) for row in rows]
         for draft, (name, value) in itertools.product(drafts, fields.items()):
             setattr(draft, name, value)
         return drafts
 
-    return give
+    return result_of
 
 
 FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
@@ -195,17 +195,20 @@ FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
     "too many": (lambda rows: [chain(row) for row in rows] * 2, "gave 2 drafts"),
     "a generator": (lambda rows: (chain(row) for row in rows), "gave <generator"),
     "one draft": (lambda rows: chain(rows[0]), "gave Draft"),
-    "nones": (lambda rows: [None] * len(rows), "gave None, which is no Draft"),
-    "tokens": (lambda rows: [[1, 2]] * len(rows), "which is no Draft"),
+    "list of None": (lambda rows: [None] * len(rows), "gave None, which is no Draft"),
+    "lists of tokens": (lambda rows: [[1, 2]] * len(rows), "which is no Draft"),
     "no root": (changed(tokens=[], parents=[], sources=[], proposals=[]), "needs a root"),
     "another root": (changed(tokens=[63, 3]), "its root is request.tokens"),
     "lists of several lengths": (
         changed(sources=[]),
         "2 tokens, 2 parents, 0 sources, 2 proposals",
     ),
-    "text": (changed(tokens="no"), "begins with token n"),
-    "words": (lambda rows: [Draft.chain(row.tokens[-1], ["x"], "") for row in rows], "no Draft"),
-    "no list": (changed(parents=None), "no Draft"),
+    "text as tokens": (changed(tokens="no"), "begins with token n"),
+    "text as a token": (
+        lambda rows: [Draft.chain(row.tokens[-1], ["x"], "") for row in rows],
+        "no Draft",
+    ),
+    "no list of parents": (changed(parents=None), "no Draft"),
     "a parent behind its child": (changed(parents=[-1, 1]), "parents come before"),
     "a negative parent": (changed(parents=[-1, -1]), "parents come before"),
     "sampled tokens": (
@@ -217,23 +220,23 @@ FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("rule", ["match", "token"])
-def test_what_is_no_draft_is_one_clear_line(rule: str, name: str) -> None:
-    """It ends the requests that it was for; others, in the same steps, go on."""
-    give, says = FAULTS[name]
+def test_an_invalid_draft_ends_its_request_with_a_one_line_error(rule: str, name: str) -> None:
+    """Other requests in the same steps go on."""
+    result_of, message = FAULTS[name]
     if rule == "token" and name == "sampled tokens":
-        says = "without the distributions"
-    engine = engine_of(Faulty(give), rule=rule, name="faulty")
+        message = "without the distributions"
+    engine = engine_of(Faulty(result_of), rule=rule, name="faulty")
     bad = add(engine, "faulty")
     good = engine.add(build.prompts()[2], build.params(2, 0.8, 8))
     build.finish_all(engine)
     assert isinstance(bad.error, ForerunError)
     assert good.error is None
     assert good.finish_reason == "length"
-    assert says in str(bad.error) and "'faulty'" in str(bad.error) and "\n" not in str(bad.error)
+    assert message in str(bad.error) and "'faulty'" in str(bad.error) and "\n" not in str(bad.error)
 
 
 def test_a_tree_under_a_rule_of_chains_is_refused() -> None:
-    wide = Wrong([0, 0], 1)
+    wide = WrongShape([0, 0], 1)
     wide.width = 2
     engine = engine_of(wide, rule="block", name="wrong")
     add(engine, "wrong")
@@ -241,8 +244,8 @@ def test_a_tree_under_a_rule_of_chains_is_refused() -> None:
         build.finish(engine)
 
 
-def test_a_drafter_that_fails_when_a_slot_is_closed_harms_nobody() -> None:
-    """The slot is given back, though `open` failed and `close` finds nothing to delete."""
+def test_a_drafter_that_fails_to_close_a_slot_leaves_other_requests_unharmed() -> None:
+    """The slot is freed, though `open` failed and `close` finds nothing to delete."""
 
     class Forgetful(Proposer):
         name = "forgetful"
@@ -274,7 +277,7 @@ def test_a_cascade_of_cascades_is_flat() -> None:
 
 
 class Copies(Proposer):
-    """Copies what the request will say, or something else, behind a match of `match` tokens."""
+    """Drafts from a known text, as if it were copied behind a match of `match` tokens."""
 
     copies_text = True
 
@@ -292,11 +295,11 @@ class Copies(Proposer):
 
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("rule", ["match", "token"])
-def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
+def test_copies_that_are_not_verified_are_compared_with_the_emitted_tokens(
     right: bool, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are worth nothing to a policy that trusts another proposer, whose drafts are then
-    verified; still it learns whether they were right, and the text is what it is without them."""
+    """The policy prefers another proposer's drafts here, but still learns whether the copies were
+    right. The output does not change."""
     prompt, params = build.prompts()[1], build.params(1, 0.0, 40)
     engine = engine_of(Sometimes("second", 1))
     plain = engine.add(prompt, params, draft="off")
@@ -304,51 +307,52 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
     text = plain.tokens if right else [token ^ 1 for token in plain.tokens]
     engine = engine_of(Copies(text, 5), Sometimes("second", 1), rule=rule)
     kind = kind_of_match("copies", 5)
-    asked: list[str] = []
+    compared: list[str] = []
 
-    def worth(kind: str, *_: object) -> tuple[int, float]:
-        asked.append(kind)
+    def cut_copy(kind: str, *_: object) -> tuple[int, float]:
+        compared.append(kind)
         return 0, 0.0
 
     def expected_speed(option: DraftOption, batch: BatchState) -> float:
-        asked.append(option.source)
+        compared.append(option.source)
         return 1.0
 
-    monkeypatch.setattr(engine.policy, "cut_copy", worth)
+    monkeypatch.setattr(engine.policy, "cut_copy", cut_copy)
     monkeypatch.setattr(engine.policy, "expected_speed", expected_speed)
     request = engine.add(prompt, params, draft="both", depth="auto")
     build.finish(engine)
     assert request.tokens == plain.tokens
-    assert set(asked) == {kind, "second"}
+    assert set(compared) == {kind, "second"}
     assert set(request.stats.by_source) == {"second"}
     learned = engine.drafting.state(request).acceptance[kind].kept
     assert (learned.yes > 0) == right and (learned.no > 0) == (not right)
 
 
 def cheap(proposer: Proposer) -> Engine:
-    """An engine whose passes take what their weights do, nearly, whatever the clock says."""
+    """Return an engine whose cost model has fixed costs: further rows of a pass are cheap."""
     engine = engine_of(proposer, name=proposer.name)
-    learned = engine.policy.costs
-    learned.known, learned.reach = lambda *_: True, lambda tokens: tokens + 64
-    learned.forward = lambda tokens: 1 + 0.02 * tokens
+    costs = engine.policy.costs
+    costs.known = lambda *_: True
+    costs.reach = lambda tokens: tokens + 64
+    costs.forward = lambda tokens: 1 + 0.02 * tokens
     return engine
 
 
-def said(engine: Engine, draft: str) -> Request:
+def finished(engine: Engine, draft: str) -> Request:
     request = add(engine, draft, temperature=0.0, length=40, depth="auto")
     build.finish(engine)
     return request
 
 
-def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
-    """The longer match is right here, wherever it stands, and neither is tried first."""
-    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+def test_the_best_of_several_copies_is_verified_and_the_others_are_scored() -> None:
+    """The longer match is right here, in either order of the proposers."""
+    text = finished(engine_of(Sometimes("second", 1)), "off").tokens
     short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
     for parts in ((short, long), (long, short)):
         best = BestOf(parts)
         engine = cheap(best)
-        said(engine, best.name)
-        request = said(engine, best.name)
+        finished(engine, best.name)
+        request = finished(engine, best.name)
         assert request.tokens == text and not best.rivals
         assert set(request.stats.by_source) == {"long"} and request.stats.steps < 12
         wrong, right = (
@@ -358,23 +362,23 @@ def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
         assert wrong.no > 1 and not wrong.yes and not right.no
 
 
-def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
-    """Of all who copied, the one whose copy was verified, wherever it stands."""
-    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+def test_a_trace_has_the_acceptance_rate_of_the_drafter_whose_draft_was_verified() -> None:
+    """With several copies it is the rate of the verified one, in either order."""
+    text = finished(engine_of(Sometimes("second", 1)), "off").tokens
     short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
     rates = {"short": 0.25, "long": 0.75}
     for parts in ((short, long), (long, short)):
         best = BestOf(parts)
         engine = cheap(best)
-        said(engine, best.name)
+        finished(engine, best.name)
         engine.policy.acceptance_rate = lambda name, _: rates.get(name, 0.5)  # type: ignore[method-assign]
         add(engine, best.name, temperature=0.0, length=40, depth="auto", trace=True)
         drafted = [round for round in rounds_of(engine) if len(round.draft) > 1]
         assert drafted and all(round.rate == rates[round.draft.sources[1]] for round in drafted)
 
 
-def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
-    """The server keeps these numbers in place of distributions of megabytes."""
+def test_a_trace_has_the_drafters_probability_of_each_drafted_token() -> None:
+    """The server keeps these numbers instead of distributions of megabytes."""
     drawn = Sometimes("drawn", 1)
     engine = engine_of(drawn)
     propose = drawn.propose
@@ -391,8 +395,8 @@ def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
     assert {q for round in rounds_of(engine) for q in round.drafted} == {0.25}
 
 
-def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of a cascade name all drafters that had a part in them."""
+def test_a_trace_never_has_the_acceptance_rate_of_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source of a cascade's token names all drafters that took part in it."""
     first, rival = Sometimes("first", 1), Sometimes("rival", 1)
     monkeypatch.setattr(
         first, "propose", lambda rows: [Draft.chain(row.tokens[-1], [0], "x&first") for row in rows]
@@ -409,15 +413,13 @@ def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch)
     )
     add(engine, best.name, temperature=0.0, length=40, depth="auto", trace=True)
     rates = [round.rate for round in rounds_of(engine) if len(round.draft) > 1]
-    assert len(rates) > 5 and set(rates) == {0.25} and len(rival.asked) > 5
+    assert len(rates) > 5 and set(rates) == {0.25} and len(rival.calls) > 5
 
 
-def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_was_verified() -> (
-    None
-):
-    """Half of what its proposer said stood before: a few tokens would be asked for by that. What is
-    not worth verifying is nothing that was there."""
-    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+def test_a_copy_is_requested_at_full_depth_and_counted_as_far_as_it_was_verified() -> None:
+    """By the proposer's acceptance rate of one half only a few tokens would be requested. A copy
+    that is not worth verifying counts as nothing offered."""
+    text = finished(engine_of(Sometimes("second", 1)), "off").tokens
     copies = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
     request = add(engine, "copies", temperature=0.0, length=40, depth="auto")
@@ -430,11 +432,11 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     assert not engine.drafting.state(request).acceptance["copies"].offered.yes
 
 
-def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(
+def test_a_shorter_copy_is_requested_if_there_is_no_room_for_a_full_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pages are scarce under load, and what is looked at is more than what is verified."""
-    text = said(engine_of(Sometimes("second", 1)), "off").tokens
+    """Pages are scarce under load, and more tokens are requested than are verified."""
+    text = finished(engine_of(Sometimes("second", 1)), "off").tokens
     copies = Copies(text, 2)
     monkeypatch.setattr(copies, "most", lambda depth: depth if depth < DEEPEST else 1 << 20)
     engine = cheap(copies)
@@ -445,8 +447,8 @@ def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(
     assert request.stats.by_source["copies"].accepted > 5 and not request.stats.reasons[NO_ROOM]
 
 
-def test_who_has_much_to_read_waits_while_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that came later has a long prompt, read in many steps; nobody is asked in those."""
+def test_a_drafter_with_a_long_lag_waits_during_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second request has a long prompt that is read in many steps; nothing is drafted in them."""
     drafter = Sometimes("second", 1)
     engine = engine_of(drafter)
     engine.scheduler.chunk = 3
@@ -460,13 +462,12 @@ def test_who_has_much_to_read_waits_while_prompts_are_read(monkeypatch: pytest.M
     first = engine.add(build.prompts()[0], build.params(1, 0.0, 40), draft="both", depth="auto")
     while first.produced < 4:
         engine.step_or_raise()
-    asked = len(drafter.asked)
-    assert asked and not waiting
+    num_calls = len(drafter.calls)
+    assert num_calls and not waiting
     second = engine.add(build.prompts()[6], build.params(1, 0.0, 4), draft="off")
     while second.produced == 0:
         engine.step_or_raise()
-    assert (
-        len(waiting) > 10 and min(waiting) > 0 and len(drafter.asked) <= asked + 1
-    )  # the last has none left
+    assert len(waiting) > 10 and min(waiting) > 0
+    assert len(drafter.calls) <= num_calls + 1  # the step of the last chunk reads no more prompt
     build.finish(engine)
-    assert len(drafter.asked) > asked
+    assert len(drafter.calls) > num_calls

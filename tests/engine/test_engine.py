@@ -1,5 +1,4 @@
-"""The engine's bookkeeping: aborts, ends, limits, statistics, refusals; nothing leaks and nothing
-hangs."""
+"""The engine's bookkeeping: aborts, ends, limits, statistics, refused requests, and no leaks."""
 
 import math
 import random
@@ -17,28 +16,28 @@ from tests import tiny
 from tests.engine import build
 
 
-def test_sixty_four_requests_with_random_everything() -> None:
-    """Arrivals, lengths, parameters, drafts and aborts; all end, and the pools are whole."""
-    chance, engine = random.Random(3), build.engine("qwen3", tokens=160, chunk=6)
+def test_sixty_four_random_requests_end_without_leaks() -> None:
+    """Arrivals, lengths, parameters, drafts and aborts are random."""
+    dice, engine = random.Random(3), build.engine("qwen3", tokens=160, chunk=6)
     requests, waiting = [], 64
     while engine.busy or waiting:
-        if waiting and chance.random() < 0.4:
+        if waiting and dice.random() < 0.4:
             waiting -= 1
             params = SamplingParams(
-                temperature=chance.choice([0.0, 0.7, 1.5]),
-                top_k=chance.choice([0, 3]),
-                repetition_penalty=chance.choice([1.0, 1.3]),
-                max_tokens=chance.randint(1, 25),
+                temperature=dice.choice([0.0, 0.7, 1.5]),
+                top_k=dice.choice([0, 3]),
+                repetition_penalty=dice.choice([1.0, 1.3]),
+                max_tokens=dice.randint(1, 25),
                 stop_token_ids=(5,),
-                logprobs=chance.choice([None, 2]),
+                logprobs=dice.choice([None, 2]),
                 seed=waiting,
             )
-            prompt = [chance.randrange(3, tiny.VOCAB) for _ in range(chance.randint(1, 60))]
-            draft = chance.choice(["off", *build.PROPOSERS])
-            depth = chance.choice(["auto", 0, 2, 6])
+            prompt = [dice.randrange(3, tiny.VOCAB) for _ in range(dice.randint(1, 60))]
+            draft = dice.choice(["off", *build.PROPOSERS])
+            depth = dice.choice(["auto", 0, 2, 6])
             requests.append(engine.add(prompt, params, draft=draft, depth=depth))
-        if requests and chance.random() < 0.05:
-            engine.abort(chance.choice(requests))
+        if requests and dice.random() < 0.05:
+            engine.abort(dice.choice(requests))
         engine.step_or_raise()
         engine.target.cache.pages.check()
     build.check_idle(engine)
@@ -48,19 +47,19 @@ def test_sixty_four_requests_with_random_everything() -> None:
 
 
 def test_the_cache_holds_all_but_the_last_token() -> None:
-    """The one invariant, between any two steps."""
+    """This invariant holds between any two steps."""
     engine = build.engine("llama", chunk=5, tokens=128)
     for i, prompt in enumerate(build.prompts()):
         engine.add(prompt, build.params(i, 0.8), draft="tree", depth=3)
     while engine.busy:
-        drew = {event.request_id for event in engine.step_or_raise()}
+        emitted = {event.request_id for event in engine.step_or_raise()}
         for request in engine.scheduler.running:
             length = engine.target.cache.length[request.slot]
             assert length <= len(request.tokens) - 1
-            assert request.id not in drew or length == len(request.tokens) - 1
+            assert request.id not in emitted or length == len(request.tokens) - 1
 
 
-def test_events_add_up() -> None:
+def test_events_contain_all_tokens_sources_and_logprobs() -> None:
     engine = build.engine("llama")
     params = SamplingParams(max_tokens=17, logprobs=3)
     request = engine.add(build.prompts()[2], params, draft="tree", depth=4)
@@ -82,13 +81,13 @@ def test_logprobs_do_not_depend_on_speculation() -> None:
         engine = build.engine("llama")
         engine.add(build.prompts()[2], params, draft=draft)
         found[draft] = [e for event in build.finish(engine) for e in event.logprobs or ()]
-    for mine, theirs in zip(found["tree"], found["off"], strict=True):
-        assert mine.token_id == theirs.token_id
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
-        assert mine.top == pytest.approx(theirs.top, abs=1e-9)
+    for actual, expected in zip(found["tree"], found["off"], strict=True):
+        assert actual.token_id == expected.token_id
+        assert actual.logprob == pytest.approx(expected.logprob, abs=1e-9)
+        assert actual.top == pytest.approx(expected.top, abs=1e-9)
 
 
-def test_statistics_of_a_request() -> None:
+def test_statistics_of_a_request_are_consistent() -> None:
     engine = build.engine("llama")
     request = engine.add(build.prompts()[1], build.params(1, 0.0), draft="model", depth=3)
     build.finish(engine)
@@ -97,7 +96,7 @@ def test_statistics_of_a_request() -> None:
     assert stats.completion_tokens == request.produced == 21
     assert stats.accepted_length == pytest.approx(21 / stats.steps)
     assert 0 < stats.accepted <= stats.drafted == stats.by_source["model"].drafted
-    # every step emits what it accepted and one more, but for a last step cut short by max_tokens
+    # every step emits the accepted tokens and one more, except a last one cut by max_tokens
     assert stats.accepted + stats.steps - 3 <= 21 <= stats.accepted + stats.steps
     assert stats.seconds >= stats.verify_seconds + stats.draft_seconds > 0
     assert stats.as_dict()["by_source"]["model"]["accepted"] == stats.accepted
@@ -113,7 +112,7 @@ def test_the_context_ends_a_request() -> None:
     assert (len(request.tokens), request.finish_reason) == (256, "length")
 
 
-def test_an_aborted_request_says_so_once() -> None:
+def test_an_aborted_request_emits_one_abort_event() -> None:
     engine = build.engine("llama")
     running = engine.add([5, 6], SamplingParams(max_tokens=50, ignore_eos=True), draft="model")
     engine.step_or_raise()
@@ -127,7 +126,7 @@ def test_an_aborted_request_says_so_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options", "error", "says"),
+    ("tokens", "options", "error", "message"),
     [
         ([], {}, RequestError, "empty"),
         ([64], {}, RequestError, "vocabulary of 64"),
@@ -138,9 +137,9 @@ def test_an_aborted_request_says_so_once() -> None:
         ([5] * 100, {"max_tokens": 100}, CapacityError, "lower max_tokens or raise kv_tokens"),
     ],
 )
-def test_refusals(tokens: list[int], options: dict, error: type, says: str) -> None:
+def test_invalid_requests(tokens: list[int], options: dict, error: type, message: str) -> None:
     engine = build.engine("llama", tokens=128)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         engine.add(tokens, SamplingParams(**options))
     assert not engine.busy
 
@@ -156,10 +155,10 @@ def test_refusals(tokens: list[int], options: dict, error: type, says: str) -> N
         (4096, 1024, 1023, 1),
     ],
 )
-def test_a_length_that_is_not_given_is_the_default_or_what_there_is_room_for(
+def test_the_default_output_limit_is_cut_to_the_context_and_the_cache(
     context: int, kv_tokens: int, prompt: int, limit: int
 ) -> None:
-    """Room in the context and in the cache. A length that is given is cut to the context only."""
+    """An explicit max_tokens is cut to the context only."""
     target: Any = SimpleNamespace(
         decoder=SimpleNamespace(context=context, config=SimpleNamespace(vocab=64)),
         cache=SimpleNamespace(pages=SimpleNamespace(count=kv_tokens // 16, size=16)),
@@ -176,7 +175,7 @@ def test_a_length_that_is_not_given_is_the_default_or_what_there_is_room_for(
         assert output_limit(target, tokens, given) == limit
 
 
-def test_a_depth_or_draft_that_is_none_is_refused() -> None:
+def test_an_unknown_depth_or_draft_is_refused() -> None:
     engine = build.engine("llama")
     for depth in (-1, 65, "deep", True):
         with pytest.raises(ConfigError, match="depth"):
@@ -185,9 +184,9 @@ def test_a_depth_or_draft_that_is_none_is_refused() -> None:
         engine.add([5], SamplingParams(), draft="ngrm")
 
 
-def test_prompts_are_read_in_pieces_that_others_have_time_for() -> None:
-    """Beside a request that is being answered no pass has more tokens than there is time for, and
-    some in any case; without one, a prompt is read at once. Texts are the same."""
+def test_prefill_chunks_are_limited_while_other_requests_generate() -> None:
+    """The SLO or the stretch limits a pass, down to a minimum; a single prompt has no limit. The
+    output is the same."""
     prompt = [5 + i % 40 for i in range(150)]
     alone = build.engine("llama", ["off"], chunk=64, tokens=512)
     texts = [alone.add(tokens, build.params(1, 0.8, 40)) for tokens in ([5, 6], prompt)]

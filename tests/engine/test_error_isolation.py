@@ -1,9 +1,9 @@
-"""What fails for one request ends that one: the others say the same, token for token, and nothing
-leaks.
+"""A failure in the work on one request ends that request only: others emit the same tokens, and
+nothing leaks.
 
-Protects: every place where the engine works on one request (admission, grammar, drafting, filters,
-rules, traces, text, log-probabilities, observing), on torch and on native kernels; that a failure
-of the pass is still everybody's."""
+Covers every place where the engine works on one request (admission, grammar, drafting, filters,
+rules, traces, text, log-probabilities, observing), on torch and on native kernels. A failure of the
+forward pass still fails all requests."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ FAULT = RuntimeError("a fault")
 
 
 class Panic(BaseException):
-    """What pyo3 makes of a panic: no Exception."""
+    """Stands for pyo3's panics, which do not derive from Exception."""
 
 
 def late(request: Request) -> bool:
-    """It has said something: all that could be broken is in use."""
+    """Return True once the request has emitted tokens, so that everything it needs is in use."""
     return request.produced >= 3
 
 
@@ -57,7 +57,7 @@ def params(i: int, **options: Any) -> SamplingParams:
 def play(
     engine: Engine, draft: str, arm: Callable[[list[Request]], None], **options: Any
 ) -> list[list[Event]]:
-    """The events of six requests, two of them later; `arm` is shown the first four."""
+    """Return the events of six requests, two of them added later; `arm` gets the first four."""
     engine.reset()
     requests: list[Request] = []
     events: dict[int, list[Event]] = {}
@@ -85,35 +85,34 @@ def play(
 
 
 def seen(events: Sequence[Event], digits: int = 9) -> list[Any]:
-    """Everything a client could see of a request. Products of torch depend on the batch in the last
-    of 16 digits, those of the native kernels do not."""
+    """Return all that a client sees; in torch the last of 16 digits depend on the batch."""
     tokens = [token for event in events for token in event.token_ids]
-    said = []
+    logprobs = []
     for entry in (entry for event in events for entry in event.logprobs or ()):
         top = {t: round(p, digits) for t, p in entry.top.items()}
-        said.append((entry.token_id, round(entry.logprob, digits), top))
+        logprobs.append((entry.token_id, round(entry.logprob, digits), top))
     text = "".join(event.text for event in events)
-    return [tokens, said, text, events[-1].finish_reason, events[-1].error]
+    return [tokens, logprobs, text, events[-1].finish_reason, events[-1].error]
 
 
 def others(played: Sequence[list[Event]], digits: int = 9) -> list[list[Any]]:
-    """What is seen of all but the victim."""
+    """Return what clients see of all requests but the victim."""
     return [seen(events, digits) for i, events in enumerate(played) if i != VICTIM]
 
 
 def in_logprobs(victim: Request) -> Callable[..., bool]:
-    victim.params = replace(victim.params, logprobs=3)  # which the others have not
+    victim.params = replace(victim.params, logprobs=3)  # tells it apart from the others
     return lambda _, __, top: top == 3 and late(victim)
 
 
-Place = tuple[Any, str, Callable[..., bool]]  # an owner, a function of it, which calls of it fail
-# Where the work on a request `v` may fail. Drafting fails early: those who copy have nothing for
-# this text later on.
+Place = tuple[Any, str, Callable[..., bool]]  # an object, its method, a filter of calls that fail
+# Where the work on request `v` may fail. Drafting fails early, since copying drafters have nothing
+# to copy later in this text.
 PLACES: dict[str, Callable[[Engine, Request], list[Place]]] = {
     "a filter": lambda _, v: [(filters, "_adjust", lambda *a: a[2] is v.state and late(v))],
     "the rule": lambda _, v: [(engine_module, "_verify_by", lambda *a: v in a[1] and late(v))],
     "its text": lambda _, v: [(type(v.text), "append", lambda *a: a[0] is v.text and late(v))],
-    "what is shown": lambda _, v: [(type(v.text), "take", lambda own: own is v.text and late(v))],
+    "shown text": lambda _, v: [(type(v.text), "take", lambda own: own is v.text and late(v))],
     "its trace": lambda _, v: [(engine_module, "trace_round", lambda *a: a[0] is v and late(v))],
     "its logprobs": lambda _, v: [(engine_module, "logprobs_of", in_logprobs(v))],
     "drafting": lambda engine, v: [
@@ -128,7 +127,7 @@ PLACES: dict[str, Callable[[Engine, Request], list[Place]]] = {
         (p, "open", lambda _, tokens, *__: tokens is v.tokens) for p in engine.proposers.values()
     ],
 }
-COMMON = ("a filter", "the rule", "its text", "what is shown", "its trace", "its logprobs")
+COMMON = ("a filter", "the rule", "its text", "shown text", "its trace", "its logprobs")
 FAULTS = [
     *[(place, draft) for place in COMMON for draft in ("off", "tree", "eagle")],
     *[("drafting", draft) for draft in ("ngram", "suffix", "model", "tree", "pard", *build.HEADS)],
@@ -138,12 +137,12 @@ FAULTS = [
 
 
 def break_at(patch: pytest.MonkeyPatch, place: Place, error: BaseException) -> None:
-    """Let a function raise where its arguments are the victim's."""
-    owner, name, mine = place
+    """Make a function raise when its arguments are the victim's."""
+    owner, name, fails = place
     real = getattr(owner, name)
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        if mine(*arguments):
+        if fails(*arguments):
             raise error
         return real(*arguments, **options)
 
@@ -154,7 +153,7 @@ def break_at(patch: pytest.MonkeyPatch, place: Place, error: BaseException) -> N
 def fault(
     engine: Engine, name: str, error: BaseException = FAULT
 ) -> Iterator[Callable[[list[Request]], None]]:
-    """What lets the work on the victim fail in a place, for `play`."""
+    """Yield a function that makes the work on the victim fail in a place, for `play`."""
     with pytest.MonkeyPatch.context() as patch:
 
         def arm(requests: list[Request]) -> None:
@@ -166,13 +165,13 @@ def fault(
 
 @functools.cache
 def undisturbed(engine: Engine, draft: str) -> list[list[Any]]:
-    """What is seen of six requests of which none fails."""
+    """Return what clients see of six requests without failures."""
     return [seen(events) for events in play(engine, draft, lambda _: None, **OPTIONS)]
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("place", "draft"), FAULTS)
-def test_one_fails_alone(engine: Engine, place: str, draft: str) -> None:
+def test_a_failure_ends_only_its_own_request(engine: Engine, place: str, draft: str) -> None:
     expected = undisturbed(engine, draft)
     for error in (RuntimeError("a fault"), Panic("a panic")):
         with fault(engine, place, error) as arm:
@@ -182,16 +181,16 @@ def test_one_fails_alone(engine: Engine, place: str, draft: str) -> None:
         assert isinstance(last.error, ForerunError)
         assert last.finish_reason == "abort" and not last.token_ids
         assert str(last.error).endswith(type(error).__name__) and last.error.__cause__ is error
-        said = [token for event in got[VICTIM] for token in event.token_ids]
-        assert said == expected[VICTIM][0][: len(said)]
-    again = play(engine, draft, lambda _: None, **OPTIONS)  # the engine is as it was
+        tokens = [token for event in got[VICTIM] for token in event.token_ids]
+        assert tokens == expected[VICTIM][0][: len(tokens)]
+    again = play(engine, draft, lambda _: None, **OPTIONS)  # the engine still works
     assert [seen(events) for events in again] == expected and again[VICTIM][-1].error is None
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 @pytest.mark.parametrize("draft", ["model", "eagle"])
-def test_ratio_rules_go_on_the_same_too(rule: str, draft: str) -> None:
-    """Their noise belongs to a request, as that of `match` does."""
+def test_a_failure_does_not_change_other_requests_under_ratio_rules(rule: str, draft: str) -> None:
+    """Each request has its own noise, as under `match`."""
     engine = build.engine(rule=rule)
     expected = play(engine, draft, lambda _: None, repetition_penalty=1.2)
     with fault(engine, "a filter") as arm:
@@ -201,7 +200,9 @@ def test_ratio_rules_go_on_the_same_too(rule: str, draft: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["masks", "advance", "prune", "forced"])
-def test_a_grammar_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_grammar_ends_only_its_request(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance")
     engine, grammar = test_structured.engine(), test_structured.GRAMMARS["regex"]
     expected = play(engine, "tree", lambda _: None, grammar=grammar)
@@ -215,7 +216,7 @@ def test_a_grammar_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(got[VICTIM][-1].error, ForerunError)
 
 
-def test_one_fails_alone_on_native_kernels() -> None:
+def test_a_failure_ends_only_its_own_request_on_native_kernels() -> None:
     from forerun.kernels import native
 
     if native.library() is None:
@@ -229,8 +230,10 @@ def test_one_fails_alone_on_native_kernels() -> None:
     assert got[VICTIM][-1].error
 
 
-def test_what_fails_is_not_remembered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends as if it had been preempted: the shared memory does not learn it."""
+def test_drafters_do_not_learn_the_text_of_a_failed_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is closed as in a preemption, without its text."""
     closed: list[Any] = []
     suffix = engine.proposers["suffix"]
     real = suffix.close
@@ -245,10 +248,10 @@ def test_what_fails_is_not_remembered(engine: Engine, monkeypatch: pytest.Monkey
     assert got[VICTIM][-1].error and len(closed) == 6 and closed.count(None) == 1
 
 
-def test_what_cannot_be_remembered_is_said_all_the_same(
+def test_a_request_ends_normally_if_its_text_cannot_be_learned(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that has paused long is taken up again for it when it ends."""
+    """The drafter state of a request that was paused for long is opened again at its end."""
     engine.reset()
     request = engine.add(build.prompts()[0], params(0), draft="suffix")
     engine.drafting.state(request).guard.paused_steps = 100_000
@@ -259,7 +262,7 @@ def test_what_cannot_be_remembered_is_said_all_the_same(
     assert request.finish_reason in ("stop", "length") and engine.drafting.state(request).released
 
 
-def test_aborting_what_cannot_end_its_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_works_if_the_text_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.reset()
     request = engine.add(build.prompts()[0], params(0))
     engine.step_or_raise()
@@ -271,7 +274,7 @@ def test_aborting_what_cannot_end_its_text(engine: Engine, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a test"), StateError("not finite")])
-def test_a_failed_pass_is_everybodys(
+def test_a_failed_forward_pass_fails_the_step(
     engine: Engine, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.reset()
@@ -283,10 +286,10 @@ def test_a_failed_pass_is_everybodys(
     assert not engine.busy
 
 
-def test_logits_that_are_not_finite_are_everybodys(
+def test_logits_that_are_not_finite_fail_the_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the pass has left in the cache may not be either."""
+    """The cache rows that the pass wrote may not be finite either."""
     engine.reset()
     for i in range(2):
         engine.add(build.prompts()[i], params(i))

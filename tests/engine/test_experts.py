@@ -1,4 +1,4 @@
-"""What drafted tokens use of a model's experts: estimates, and costs that depend on them."""
+"""Estimates of the experts that drafted tokens use, and costs that depend on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIXTURE = Experts(count=COUNT, used=USED, intermediate=8, layers=(False, True, T
 
 
 def routes(seed: int) -> np.ndarray:
-    """The experts of one token."""
+    """Return random experts of one token, [LAYERS, USED]."""
     rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(COUNT)[:USED] for _ in range(LAYERS)]).astype(np.int16)
 
@@ -28,7 +28,7 @@ def used(*tokens: int) -> int:
     return sum(len({int(e) for t in tokens for e in routes(t)[layer]}) for layer in range(LAYERS))
 
 
-def test_tokens_that_were_read_are_counted_and_strangers_are_expected() -> None:
+def test_experts_of_observed_tokens_are_counted_and_others_estimated() -> None:
     load = ExpertLoad(COUNT, USED, LAYERS)
     assert load.distinct([1])[0] == pytest.approx(LAYERS * USED)
     two = LAYERS * COUNT * (1 - (1 - USED / COUNT) ** 2)
@@ -39,16 +39,16 @@ def test_tokens_that_were_read_are_counted_and_strangers_are_expected() -> None:
     assert load.distinct([1, 9])[1] == pytest.approx(used(1) + free * USED / COUNT)
 
 
-def test_rows_are_the_tokens_with_independent_routes_that_would_use_as_many() -> None:
+def test_rows_are_the_independent_tokens_that_would_use_as_many_experts() -> None:
     load = ExpertLoad(COUNT, USED, LAYERS)
     for rows in (1, 2, 3.5, 8):
         distinct = LAYERS * COUNT * (1 - (1 - USED / COUNT) ** rows)
         assert load.rows(distinct) == pytest.approx(rows)
-    assert load.rows(LAYERS * COUNT) < 20  # all of them: finite
+    assert load.rows(LAYERS * COUNT) < 20  # finite even if all experts are used
     assert ExpertLoad(4, 4, 1).rows(4) == 1
 
 
-def test_a_token_that_uses_what_the_root_uses_adds_no_rows() -> None:
+def test_a_token_with_the_experts_of_the_root_adds_no_rows() -> None:
     load = ExpertLoad(COUNT, USED, LAYERS)
     load.observe([1, 2, 3], np.stack([routes(1), routes(1), routes(3)]))
     same, other = load.growth([1], [2]), load.growth([1], [3])
@@ -57,7 +57,7 @@ def test_a_token_that_uses_what_the_root_uses_adds_no_rows() -> None:
     assert load.growth([1], [2, 2, 3])[2] == pytest.approx(0)
 
 
-def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_routes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROUTE_BYTES", 2 * LAYERS * USED * 5)
     load = ExpertLoad(COUNT, USED, LAYERS)
     for token in range(20):
@@ -66,7 +66,7 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load.distinct([19, 0])[1] > used(19, 0) - 1
 
 
-def test_the_mean_ratio_follows_what_passes_use() -> None:
+def test_expected_rows_follow_the_experts_that_passes_used() -> None:
     load = ExpertLoad(COUNT, USED, LAYERS)
     for _ in range(200):
         load.observe([1, 2], np.stack([routes(1), routes(1)]))
@@ -75,7 +75,7 @@ def test_the_mean_ratio_follows_what_passes_use() -> None:
 
 
 def test_drafts_that_share_experts_are_verified_further() -> None:
-    """Where rows are dear, tokens that use the root's experts pay and strangers do not."""
+    """If rows are expensive, tokens with the root's experts pay, and other tokens do not."""
     policy, batch = DepthPolicy(), BatchState(num_tokens=1, num_generating=1, num_drafting=1)
     policy.set_experts(MIXTURE)
     load = policy.experts
@@ -95,8 +95,8 @@ def test_drafts_that_share_experts_are_verified_further() -> None:
     assert near >= far
 
 
-def test_passes_that_were_not_measured_are_expected_to_cost_by_their_bytes() -> None:
-    """Also behind costs that another process learned."""
+def test_unmeasured_passes_are_estimated_by_the_bytes_that_they_read() -> None:
+    """This also holds for costs that were loaded from another process."""
 
     def pass_bytes(rows: float) -> float:
         return 100 + 900 * MIXTURE.share(rows)
@@ -105,10 +105,10 @@ def test_passes_that_were_not_measured_are_expected_to_cost_by_their_bytes() -> 
     policy.set_experts(MIXTURE, pass_bytes)
     for _ in range(20):
         policy.record_forward(1, 0.010)
-    learned = DepthPolicy()
-    learned.set_experts(MIXTURE, pass_bytes)
-    learned.load_state(policy.state())
-    for costs in (policy.costs, learned.costs):
+    loaded = DepthPolicy()
+    loaded.set_experts(MIXTURE, pass_bytes)
+    loaded.load_state(policy.state())
+    for costs in (policy.costs, loaded.costs):
         growth = costs.forward(3) / costs.forward(1)
         assert growth == pytest.approx(pass_bytes(3) / pass_bytes(1), rel=0.01)
     policy.set_experts(None)
@@ -117,7 +117,7 @@ def test_passes_that_were_not_measured_are_expected_to_cost_by_their_bytes() -> 
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "qwen3_5_moe"])
-def test_the_engine_tells_the_policy_what_its_passes_used(family: str) -> None:
+def test_the_engine_reports_the_used_experts_to_the_policy(family: str) -> None:
     engine = build.engine(family, ["suffix"], form="float32")
     for i in range(6):
         engine.add([5, 6, 7, 8] * 6, build.params(i, None), draft="suffix", depth="auto")

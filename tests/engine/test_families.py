@@ -1,4 +1,4 @@
-"""Speculative text equals plain text for every further family, on the native kernels."""
+"""Speculative output equals plain output for every further family, on the native kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests import families
 from tests.engine import build
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-BOTH = None  # half of the requests greedily, half at 0.8, side by side
+BOTH = None  # temperature: half of the requests are greedy, half sample at 0.8
 LENGTH = 10
-# every family with three drafters, in turn another one of those with weights
+# every family with three drafters; the last one rotates
 DRAFTS = ["recycle", "tree", "eagle", "medusa", "parallel", "mtp", "block", "cascade", "ahead"]
 CASES = [
     (name, ("suffix", "model", DRAFTS[i % len(DRAFTS)])) for i, name in enumerate(families.MODELS)
 ]
-# norms that replace the residual stream, whose states drafters read
+# drafters read the residual stream, which norms of this family replace
 CASES += [("minimax_text", tuple(DRAFTS[i : i + 3])) for i in (0, 3, 6)]
 # experts of several types in one file
 CASES += [
@@ -36,9 +36,11 @@ def plain(name: str, i: int, form: str | None = "float32") -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "drafts"), CASES)
-def test_small_chunks_and_preemption(name: str, drafts: tuple[str, ...]) -> None:
-    """Chunks of 3 tokens in pages of 4, and room for about two requests at once; a greedy request
-    and a drawn one with each drafter."""
+def test_tokens_equal_plain_decoding_with_small_chunks_and_preemption(
+    name: str, drafts: tuple[str, ...]
+) -> None:
+    """Chunks of 3 tokens in pages of 4, with room for about two requests at once; each drafter has
+    a greedy request and a sampled one."""
     engine = build.engine(name, drafts, chunk=3, tokens=build.SMALL, form="float32")
     requests = []
     for i in range(6 if len(drafts) > 1 else 4):
@@ -54,8 +56,8 @@ def test_small_chunks_and_preemption(name: str, drafts: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "minimax_text"])
-def test_recurrent_layers_in_torch(name: str) -> None:
-    """Texts of `kernels=torch`, whose products are in float64 here."""
+def test_tokens_equal_plain_decoding_with_recurrent_layers_in_torch(name: str) -> None:
+    """The torch products are in float64 here."""
     engine = build.engine(name, ["tree"], chunk=3, tokens=build.SMALL)
     requests = build.run(engine, "tree", BOTH, depth=4, length=LENGTH, count=2)
     for i, request in enumerate(requests):

@@ -1,8 +1,8 @@
-"""Hidden states for drafters: every committed token's, once, in order, those of the target's own
-one-token passes.
+"""Drafters get the hidden states of every committed token once, in order, and equal to those of
+one-token passes of the target.
 
-A drafter that is shown the states of the wrong position, path or layer still drafts, only worse:
-nothing else tells."""
+Only these tests can find wrong states: a drafter that gets another position, path or layer still
+drafts, only worse."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ from forerun.runtime.torch_runner import Runner
 from tests import tiny
 from tests.engine import build
 
-BOUNDARIES = (0, 2, 3)  # the embedding, between layers, and what left the last of three
+AUX_LAYERS = (0, 2, 3)  # the embedding, a layer's input, and the output of the last of three
 
 
 class Watcher(DraftModel):
-    """A draft model that drafts trees and keeps what it is shown."""
+    """A draft model that drafts trees and keeps the hidden states that it gets."""
 
-    aux_hidden_layers = BOUNDARIES
+    aux_hidden_layers = AUX_LAYERS
 
     def __init__(self, runner: Runner, width: int) -> None:
         super().__init__(runner, tiny.VOCAB, width)
@@ -63,20 +63,20 @@ def watching(
 
 
 def reference(decoder: object, tokens: list[int]) -> torch.Tensor:
-    """The states [T, boundaries, H] of passes over one token, on an empty cache."""
+    """Return the states [T, AUX_LAYERS, H] of one-token passes on an empty cache."""
     runner, rows = Runner(decoder, tokens=len(tokens) + 4, page=4, slots=1), []
     runner.cache.open(0, [])
     runner.cache.pages.grow(0, len(tokens))
     for token in tokens:
-        features = runner.forward([Segment(0, [token], [-1], [0])], BOUNDARIES).features
-        rows.append(torch.stack([as_tensor(features[b])[0] for b in BOUNDARIES]))
+        features = runner.forward([Segment(0, [token], [-1], [0])], AUX_LAYERS).features
+        rows.append(torch.stack([as_tensor(features[b])[0] for b in AUX_LAYERS]))
         runner.cache.commit(0, [0])
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["alone", "in a cascade"])
 @pytest.mark.parametrize("tokens", [1024, 160], ids=["room", "preempted"])
-def test_every_committed_token_is_shown_once_and_in_order(wrap: bool, tokens: int) -> None:
+def test_states_of_committed_tokens_are_observed_once_and_in_order(wrap: bool, tokens: int) -> None:
     decoder = tiny.decoder(tiny.family("llama"))
     engine, watcher = watching(decoder, tiny.decoder(tiny.drafter("llama")), wrap, tokens=tokens)
     for i, prompt in enumerate(build.prompts(6)):
@@ -84,15 +84,14 @@ def test_every_committed_token_is_shown_once_and_in_order(wrap: bool, tokens: in
     build.finish(engine)
     assert len(watcher.ended) == 6
     for text, seen in watcher.ended:
-        # all but the last token, which was never read; a prefix that was cached was read by
-        # somebody else
+        # neither the last token, which was never read, nor a cached prefix
         assert max(seen) == len(text) - 2 and min(seen) < len(text) // 2
         expected = reference(decoder, text[:-1])
         for position, row in seen.items():
             assert torch.allclose(row, expected[position], atol=1e-9), position
 
 
-def test_who_does_not_ask_is_shown_nothing() -> None:
+def test_a_drafter_that_is_not_used_observes_nothing() -> None:
     engine, watcher = watching(
         tiny.decoder(tiny.family("llama")), tiny.decoder(tiny.drafter("llama")), wrap=False
     )
@@ -104,7 +103,7 @@ def test_who_does_not_ask_is_shown_nothing() -> None:
 @pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_native_states_are_those_of_one_token_passes_bit_for_bit(form: str) -> None:
-    """And asking for them changes no logit."""
+    """Requesting the states does not change the logits."""
     native.start(2)
     directory = tiny.family("llama")
     decoder = NativeDecoder(load_config(directory), directory, form, 256)
@@ -118,10 +117,10 @@ def test_native_states_are_those_of_one_token_passes_bit_for_bit(form: str) -> N
     cache.open(0, [])
     cache.pages.grow(0, len(tokens))
     segment = Segment.chain(0, tokens, [0, 18])
-    asked, plain = decoder.forward([segment], cache, BOUNDARIES), decoder.forward([segment], cache)
-    assert torch.equal(asked.logits, plain.logits) and not plain.features
-    together = torch.stack([as_tensor(asked.features[b]) for b in BOUNDARIES], 1)
-    assert torch.equal(together, reference(decoder, tokens))
+    found, plain = decoder.forward([segment], cache, AUX_LAYERS), decoder.forward([segment], cache)
+    assert torch.equal(found.logits, plain.logits) and not plain.features
+    states = torch.stack([as_tensor(found.features[b]) for b in AUX_LAYERS], 1)
+    assert torch.equal(states, reference(decoder, tokens))
 
 
 @pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")

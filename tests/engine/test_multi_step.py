@@ -1,5 +1,5 @@
-"""Several rounds of one request in one native call: the same tokens, drafts and cache rows as one
-round a step, whatever ends the call."""
+"""Several rounds in one native call give the same tokens, drafts and cache rows as one round per
+step, whatever ends the call."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.engine import build
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
 DRAFTS = ("off", "suffix", "eagle", "both")
-FAMILIES = ("llama/q4_1", "qwen2/q4_k_m", "gemma2")  # the last one with windows and softcaps
+FAMILIES = ("llama/q4_1", "qwen2/q4_k_m", "gemma2")  # gemma2 has windows and softcaps
 TOKENS = 60
 
 
-class Thorough(build.Eager):
-    """A policy that has every drafted node verified, whatever a pass costs on this machine."""
+class VerifyAll(build.Eager):
+    """A policy that verifies every drafted node, whatever a pass costs on this machine."""
 
     def pass_costs(self, most: int, batch: BatchState) -> array[float]:
         return array("d", [1.0] * (most + 1))
@@ -53,14 +53,14 @@ class Thorough(build.Eager):
 def engine(
     draft: str = "both", family: str = FAMILIES[0], seconds: float = 10.0, **options: Any
 ) -> Engine:
-    """An engine whose requests draft whatever it costs, in calls of up to 32 rounds."""
+    """Return an engine that always drafts, with calls of up to 32 rounds."""
     form = "" if "/" in family else "float32"
     wanted = ["suffix", "eagle"] if draft == "both" else [draft]
     made = build.engine(family, wanted, width=1, form=form, **options)
     if draft == "both":
         made.proposers["both"] = InTurn((made.proposers["suffix"], made.proposers["eagle"]))
-    made.set_policy(Thorough())
-    made.guard.cold = 1 << 30  # it would stop drafting, which is slow with a tiny target
+    made.set_policy(VerifyAll())
+    made.guard.cold = 1 << 30  # otherwise it pauses drafting, which is slow for a tiny target
     made.multi_step.seconds = seconds
     return made
 
@@ -84,13 +84,13 @@ def finished(made: Engine, request: Request) -> tuple[list[int], str | None]:
 
 
 def plain(temperature: float = 0.0, family: str = FAMILIES[0], **params: Any) -> list[int]:
-    """The text of a request that is alone and drafts nothing, with one round a step."""
+    """Return the tokens of a single request without drafts, with one round per step."""
     made = engine("off", family, seconds=0.0)
     return finished(made, add(made, "off", temperature, **params))[0]
 
 
 def add_repeating(made: Engine, draft: str) -> Request:
-    """A request whose text repeats itself, so that there is something to copy."""
+    """Add a request whose output repeats itself, so that there is something to copy."""
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     return made.add([7, 8, 9, 10, 11, 12] * 6, sampling, draft=draft, depth="auto")
 
@@ -113,7 +113,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_tokens_as_one_round_a_step(
+def test_tokens_equal_those_of_one_round_per_step(
     calls: list[int], family: str, draft: str, temperature: float
 ) -> None:
     expected = plain(temperature, family)
@@ -121,7 +121,7 @@ def test_the_same_tokens_as_one_round_a_step(
     made = engine(draft, family)
     request = add(made, draft, temperature)
     assert finished(made, request) == (expected, "length")
-    if draft in ("off", "eagle"):  # the others also copy, one round a step
+    if draft in ("off", "eagle"):  # the others also copy, with one round per step
         assert max(calls) > 3
     stats = request.stats
     assert stats.steps == len(stats.rounds) == len(stats.depths)
@@ -142,7 +142,7 @@ def test_the_same_tokens_as_one_round_a_step(
     ids=str,
 )
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_sampling_and_what_ends_a_request(draft: str, params: dict[str, Any]) -> None:
+def test_sampling_and_ends_equal_those_of_single_steps(draft: str, params: dict[str, Any]) -> None:
     ends = []
     for seconds in (0.0, 10.0):
         made = engine(draft, seconds=seconds)
@@ -151,10 +151,8 @@ def test_sampling_and_what_ends_a_request(draft: str, params: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_what_needs_python_in_every_round_runs_one_round_a_step(
-    calls: list[int], draft: str
-) -> None:
-    """Penalties, log-probabilities, a trace, a depth of its own, also of a request beside it."""
+def test_requests_that_need_python_run_one_round_per_step(calls: list[int], draft: str) -> None:
+    """Penalties, log-probabilities, a trace or a fixed depth, of any request of the batch."""
     for params in ({"frequency_penalty": 0.5}, {"logprobs": 1}, {"min_tokens": TOKENS}):
         made = engine(draft)
         finished(made, add(made, draft, **params))
@@ -172,10 +170,11 @@ def test_what_needs_python_in_every_round_runs_one_round_a_step(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_head_drafts_what_it_drafts_in_a_step(
+def test_a_head_makes_the_drafts_of_single_steps(
     monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """Tokens, parents, confidence and probabilities, behind rounds that kept chains and siblings."""
+    """Tokens, parents, bins and probabilities agree after rounds that accepted first choices or
+    siblings."""
     expected: list[Draft] = []
     pairs: list[tuple[Draft, Draft]] = []
     begin, draft_of = EagleProposer.begin_rounds, multi_step._draft_of
@@ -183,9 +182,9 @@ def test_a_head_drafts_what_it_drafts_in_a_step(
     def begin_rounds(self: EagleProposer, rows: Sequence[DraftRequest], room: int) -> Any:
         (row,) = rows
         head, pending = begin(self, rows, room), self.pending[row.slot]
-        kept = list(pending.raw), pending.num_raw, self.cache.length[row.slot]
+        saved = list(pending.raw), pending.num_raw, self.cache.length[row.slot]
         expected[:] = self.propose([row])
-        pending.raw, pending.num_raw, self.cache.length[row.slot] = kept
+        pending.raw, pending.num_raw, self.cache.length[row.slot] = saved
         return head
 
     def observed(found: Any, root: int, source: str) -> Draft:
@@ -238,8 +237,8 @@ def test_cache_rows_and_pending_states_are_those_of_single_steps(draft: str) -> 
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_requests_that_come_pause_and_go(draft: str) -> None:
-    """Another request joins behind a call, the first pauses and resumes, a third is aborted."""
+def test_requests_that_join_pause_and_abort(draft: str) -> None:
+    """A second request joins after a call, the first pauses and resumes, a third is aborted."""
     alone = [plain(0.8, prompt=prompt) for prompt in (3, 4)]
     made = engine(draft, tokens=400)
     first = add(made, draft, 0.8)
@@ -260,7 +259,7 @@ def test_requests_that_come_pause_and_go(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_small_pools_and_the_end_of_the_context(draft: str) -> None:
-    """Where there is no room for a call, rounds are run one a step, and nothing is lost."""
+    """Without room for a call, rounds run one per step, and the output stays the same."""
     expected = plain(0.8, max_tokens=230)
     for tokens in (300, 260):
         made = engine(draft, tokens=tokens)
@@ -269,8 +268,10 @@ def test_small_pools_and_the_end_of_the_context(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS[1:])
 @pytest.mark.parametrize("pause", [3, 20, 70, 100])
-def test_rounds_while_the_guard_pauses_drafting(calls: list[int], draft: str, pause: int) -> None:
-    """They draft nothing, and the drafter goes on afterwards where it left off."""
+def test_rounds_in_a_pause_of_the_guard_draft_nothing(
+    calls: list[int], draft: str, pause: int
+) -> None:
+    """After the pause the drafter goes on where it left off."""
     expected = plain(max_tokens=180)
     made = engine(draft)
     request = add(made, draft, 0.0, max_tokens=180)
@@ -299,7 +300,7 @@ def test_logits_that_are_not_finite_end_the_request_as_in_a_step() -> None:
 
 
 def test_a_copy_ends_the_call(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """Where the text repeats itself the copying drafter is asked, and its drafts are accepted."""
+    """When the text repeats itself, the copying drafter is called, and its drafts are accepted."""
     made = engine("both")
     monkeypatch.setattr(made.drafting, "least_match", lambda *_: 2)
     request = add_repeating(made, "both")
@@ -308,7 +309,7 @@ def test_a_copy_ends_the_call(monkeypatch: pytest.MonkeyPatch, calls: list[int])
     assert len(calls) > 1
 
 
-def test_the_shortest_match_that_pays_is_computed_anew_after_a_copy_and_now_and_then(
+def test_the_shortest_match_that_pays_is_recomputed_after_copies_and_periodically(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = engine("suffix")
@@ -326,7 +327,7 @@ def test_the_shortest_match_that_pays_is_computed_anew_after_a_copy_and_now_and_
     first = drafting.least_match(request, part, 2, 1)
     assert drafting.least_match(request, part, 2, 1) == first and len(computed) == 1
     drafting.least_match(request, part, 2, 4)
-    assert len(computed) == 2, "it depends on how many requests run"
+    assert len(computed) == 2, "it depends on the batch size"
     drafting.steps += LEAST_MATCH_STEPS
     drafting.least_match(request, part, 2, 1)
     assert len(computed) == 3
@@ -352,10 +353,10 @@ def test_new_requests_share_the_shortest_match_that_pays(monkeypatch: pytest.Mon
     assert len(computed) == 2, "after a copy a request has a record of its own"
 
 
-def test_what_other_requests_said_is_watched_until_it_is_forgotten(
+def test_output_of_other_requests_is_watched_for_matches_until_forget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only that of the same tenant, and nothing of it is kept behind `forget`."""
+    """Only output of the same tenant is watched, and `forget` drops all of it."""
     made = engine("suffix")
     monkeypatch.setattr(made.drafting, "least_match", lambda *_: 3)
     watched: list[int] = []
@@ -379,7 +380,7 @@ def test_what_other_requests_said_is_watched_until_it_is_forgotten(
     assert not sets
 
 
-def test_native_rounds_add_what_they_append_to_the_sequences(
+def test_native_rounds_add_their_tokens_to_the_watched_sequences(
     monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     made = engine("suffix")
@@ -406,7 +407,7 @@ SEVERAL: list[dict[str, Any]] = [
 
 
 def several(made: Engine, draft: str, together: bool = True) -> list[tuple[list[int], str | None]]:
-    """The texts of requests of different parameters, of which one comes a little later."""
+    """Run requests with different parameters, the last one added a little later."""
     requests = []
     for prompt, given in enumerate(SEVERAL):
         params = {"max_tokens": TOKENS, "temperature": 0.0, "seed": prompt} | given
@@ -429,14 +430,16 @@ def test_several_requests_run_rounds_that_draft_nothing(
 ) -> None:
     alone = several(engine("off", family, seconds=0.0), "off", together=False)
     made = engine(draft, family)
-    made.guard.paused_steps = 1000 if draft != "suffix" else 0  # nobody drafts
+    made.guard.paused_steps = 1000 if draft != "suffix" else 0
     assert several(made, draft) == alone
     assert draft == "suffix" or max(calls) > 3
 
 
 @pytest.mark.parametrize("draft", ["off", "eagle"])
-def test_rounds_of_several_leave_what_steps_leave(calls: list[int], draft: str) -> None:
-    """Cache rows, statistics, and the hidden states that a head has not read."""
+def test_state_after_rounds_of_several_requests_is_that_of_single_steps(
+    calls: list[int], draft: str
+) -> None:
+    """Compares cache rows, statistics, and the hidden states that a head has not read yet."""
     found = []
     for seconds in (0.0, 10.0):
         made = engine(draft, seconds=seconds)
@@ -473,7 +476,7 @@ def test_rounds_of_several_leave_what_steps_leave(calls: list[int], draft: str) 
             assert step == call
 
 
-def test_a_copy_of_one_ends_the_rounds_of_all(
+def test_one_request_with_a_copy_ends_the_call(
     monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     made = engine("suffix")
@@ -486,8 +489,8 @@ def test_a_copy_of_one_ends_the_rounds_of_all(
     assert max(calls) < 20, "a call has up to 32 rounds"
 
 
-def test_the_end_of_one_ends_the_rounds_of_all() -> None:
-    """Whoever waits for its slot need not wait for the others."""
+def test_the_end_of_one_request_ends_the_call() -> None:
+    """A waiting request gets the free slot without waiting for the others to end."""
     made = engine("off")
     first, second = add(made, "off", 0.0, 2, max_tokens=8), add(made, "off", 0.0, 3)
     while not first.finish_reason:
@@ -496,8 +499,8 @@ def test_the_end_of_one_ends_the_rounds_of_all() -> None:
     build.finish(made)
 
 
-def test_logits_of_one_that_are_not_finite_end_the_rounds_as_a_step() -> None:
-    """Nothing of that round is kept, for nobody."""
+def test_logits_of_one_request_that_are_not_finite_end_the_call() -> None:
+    """No request keeps anything of that round."""
     made = engine("off")
     made.multi_step.seconds = 0.0
     good, bad = add(made, "off", 0.8, 2), add(made, "off", 0.8, 3)
@@ -512,7 +515,7 @@ def test_logits_of_one_that_are_not_finite_end_the_rounds_as_a_step() -> None:
     assert good.produced == bad.produced == 4
 
 
-def test_one_that_drafts_beside_others_drafts_as_in_steps(calls: list[int]) -> None:
+def test_a_request_that_drafts_beside_others_drafts_as_in_single_steps(calls: list[int]) -> None:
     found = []
     for seconds in (0.0, 10.0):
         made = engine("eagle", seconds=seconds)
@@ -524,8 +527,8 @@ def test_one_that_drafts_beside_others_drafts_as_in_steps(calls: list[int]) -> N
 
 class TestGrams:
     @pytest.mark.parametrize("length", [1, 2, 5])
-    def test_finds_what_occurs(self, length: int) -> None:
-        """Compared with a set; growth in any pieces changes nothing."""
+    def test_contains_all_sequences_of_the_text(self, length: int) -> None:
+        """Compared with a set; the text is added in pieces of several sizes."""
         generator = np.random.default_rng(1)
         text = generator.integers(0, 12, 3000).tolist()
         grams = Grams(length)
@@ -534,7 +537,7 @@ class TestGrams:
         known = {tuple(text[i : i + length]) for i in range(2500 - length + 1)}
         assert {key for key in grams._slots.tolist() if key} == {_key(gram) for gram in known}
 
-    def test_a_break_is_a_token_like_no_other(self) -> None:
+    def test_a_break_matches_no_token(self) -> None:
         grams = Grams(2)
         grams.update([5, -1, 6, 7], 4)
         expected = {_key(gram) for gram in ((5, -1), (-1, 6), (6, 7))}
@@ -542,12 +545,12 @@ class TestGrams:
 
 
 def _key(tokens: Sequence[int]) -> int:
-    """The key of a sequence, as in `slot_of` of rounds.h."""
+    """Return the key of a sequence, as `slot_of` of rounds.h does."""
     key = 0
     for token in tokens:
         key = mix((key + (token & MASK) * GOLDEN + 1) & MASK)
     return key or 1
 
 
-def test_sampling_of_the_c_structure_is_as_large_as_its_bytes() -> None:
+def test_packed_sampling_parameters_have_the_size_of_the_c_struct() -> None:
     assert ctypes.sizeof(native.CSampling) == len(packed([GREEDY]))

@@ -1,5 +1,5 @@
-"""Log-probabilities of a prompt: those of a plain pass over it, whatever chunks, neighbours, caches
-and drafts do."""
+"""Log-probabilities of a prompt equal those of a plain pass over it, whatever the chunks, the other
+requests, the cache and the drafts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TOP = 3
 def naive(
     engine: Engine, tokens: list[int], each: bool = False
 ) -> list[tuple[float, list[int], int]]:
-    """(log-probability, likeliest tokens, rank) of each token but the first, from one pass over all
-    of them or, with `each`, a pass for each token."""
+    """Return (log-probability, likeliest tokens, rank) of each token but the first, from one pass
+    over all tokens or, with `each`, one pass per token."""
     runner = Runner(engine.target.decoder, tokens=256, page=4, slots=1)
     assert runner.cache.pages.grow(0, len(tokens))
     found = []
@@ -73,8 +73,9 @@ def scoring(max_tokens: int = 0, **options: Any) -> SamplingParams:
 @pytest.mark.parametrize(
     ("chunk", "scores"), [(64, 1 << 20), (5, 1 << 20), (64, 4), (3, 2), (64, 1)]
 )
-def test_they_are_those_of_a_plain_pass(family: str, chunk: int, scores: int) -> None:
-    """In chunks, with few rows of logits a pass, beside others; alone or before an answer."""
+def test_prompt_logprobs_equal_those_of_a_plain_pass(family: str, chunk: int, scores: int) -> None:
+    """Prompts are read in chunks, with few rows of logits per pass, beside other requests, with and
+    without an answer."""
     engine = build.engine(family, ["tree"], chunk=chunk)
     engine.scheduler.max_scored = scores
     prompts = build.prompts(6)
@@ -90,11 +91,11 @@ def test_they_are_those_of_a_plain_pass(family: str, chunk: int, scores: int) ->
     alone = build.engine(family, ["tree"])
     same = alone.add(prompts[3], build.params(0, 0.8), draft="tree", depth=3)
     run(alone)
-    assert busy.output == same.output, "who generates beside them says the same"
+    assert busy.output == same.output, "scoring does not change the output of other requests"
 
 
-def test_no_more_rows_of_logits_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of a whole prompt would take gigabytes on a large vocabulary."""
+def test_rows_of_logits_per_pass_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a long prompt would take gigabytes for a large vocabulary."""
     engine = build.engine("llama", ["ngram"])
     engine.scheduler.max_scored = 5
     rows: list[int] = []
@@ -111,7 +112,7 @@ def test_no_more_rows_of_logits_than_there_is_room_for(monkeypatch: pytest.Monke
     assert max(rows) == 5
 
 
-def test_a_cached_prefix_is_read_again_only_by_those_who_want_its_logits() -> None:
+def test_a_cached_prefix_is_read_again_only_for_prompt_logprobs() -> None:
     engine = build.engine("llama", ["ngram"])
     prompt = build.prompts(8)[7]
     plain = engine.add(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
@@ -123,13 +124,11 @@ def test_a_cached_prefix_is_read_again_only_by_those_who_want_its_logits() -> No
         assert request.stats.cached_tokens == 0
     again = engine.add(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
     run(engine)
-    assert again.stats.cached_tokens > 0 and again.output == plain.output, (
-        "what they read serves others"
-    )
+    assert again.stats.cached_tokens > 0 and again.output == plain.output
 
 
-def test_a_preempted_request_goes_on_with_what_it_has() -> None:
-    """In a pool that is too small for all no token is scored twice, and none is lost."""
+def test_a_preempted_request_keeps_its_prompt_logprobs() -> None:
+    """The pool is too small for all requests; no token is scored twice, and none is left out."""
     engine = build.engine("llama", ["ngram"], tokens=build.SMALL, chunk=6)
     prompts = build.prompts(8)[4:]
     others = [
@@ -153,11 +152,11 @@ def test_preemption_in_the_middle_of_a_prompt() -> None:
     engine.scheduler._preempt(request)
     run(engine)
     check(request, naive(engine, prompt))
-    assert 0 < request.stats.cached_tokens < len(prompt), "what was scored is not read again"
+    assert 0 < request.stats.cached_tokens < len(prompt), "scored tokens are not read again"
 
 
 def test_native_passes_give_the_same_bits() -> None:
-    """There a row depends neither on chunks nor on others in its pass."""
+    """Native rows depend neither on chunks nor on other rows of the pass."""
     for chunk in (64, 5):
         engine = build.engine("llama/q4_k_m", ["ngram"], chunk=chunk)
         prompts = build.prompts(5)
@@ -167,7 +166,7 @@ def test_native_passes_give_the_same_bits() -> None:
             check(request, naive(engine, prompt, each=True), exact=True)
 
 
-def test_the_first_event_has_them_and_no_other() -> None:
+def test_only_the_first_event_has_the_prompt_logprobs() -> None:
     engine = build.engine("llama", ["ngram"])
     request = engine.add(build.prompts()[2], scoring(5))
     events = run(engine)
@@ -194,7 +193,7 @@ def test_a_single_token_and_a_full_context() -> None:
     assert len(full.prompt_logprobs) == engine.target.decoder.context
 
 
-def test_what_is_generated_does_not_depend_on_them() -> None:
+def test_prompt_logprobs_do_not_change_the_output() -> None:
     engine = build.engine("llama", ["tree"])
     for temperature in (0.0, 0.8):
         sampling = replace(build.params(4, temperature, 12), logprobs=2)
@@ -206,7 +205,7 @@ def test_what_is_generated_does_not_depend_on_them() -> None:
         assert plain.output == both.output
 
 
-def test_nothing_to_generate_needs_something_to_score() -> None:
+def test_max_tokens_of_zero_needs_prompt_logprobs() -> None:
     with pytest.raises(RequestError, match="max_tokens=0"):
         SamplingParams(max_tokens=0)
     for wrong in (-1, 21, True, 1.5):
@@ -214,7 +213,7 @@ def test_nothing_to_generate_needs_something_to_score() -> None:
             SamplingParams(prompt_logprobs=wrong)  # type: ignore[arg-type]
 
 
-def test_through_the_library() -> None:
+def test_prompt_logprobs_through_the_library() -> None:
     llm = LLM(tiny.spoken(), context=256, kv_tokens=512, max_rows=2, draft="off")
     text = "def add(a, b): return a + b"
     both = llm.generate([text, "x = 1"], SamplingParams(max_tokens=0, prompt_logprobs=2))
@@ -224,12 +223,12 @@ def test_through_the_library() -> None:
         assert completion.token_ids == []
         assert completion.finish_reason == "length"
         assert completion.prompt_logprobs is not None and completion.prompt_logprobs[0] is None
-        said = [entry.token_id for entry in completion.prompt_logprobs[1:] if entry]
-        assert said == tokens[1:] and completion.prompt_token_ids == tokens
+        scored = [entry.token_id for entry in completion.prompt_logprobs[1:] if entry]
+        assert scored == tokens[1:] and completion.prompt_token_ids == tokens
     # the log-probability of a token is the same in a prompt and in an output
     answer = llm.generate(text, SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True))[0]
-    whole = [*llm.tokens(text), *answer.token_ids]
-    again = llm.generate(whole, SamplingParams(max_tokens=0, prompt_logprobs=2))[0].prompt_logprobs
+    tokens = [*llm.tokens(text), *answer.token_ids]
+    again = llm.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=2))[0].prompt_logprobs
     assert again is not None and answer.logprobs is not None
     for entry, generated in zip(again[-5:], answer.logprobs, strict=True):
         assert entry is not None and entry.logprob == pytest.approx(generated.logprob, abs=1e-4)

@@ -1,7 +1,7 @@
 """Clients share the slots: none holds more than half of them while others have requests.
 
-Protects: the share, that it ends when the others have gone, that preempted requests go first
-whoever sent them, and that every request ends with the text that it has alone.
+The limit ends with the requests of the others, preempted requests resume first whatever their
+client, and every request ends with the output that it has alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_a_client_alone_holds_all_slots() -> None:
 
 
 def test_a_client_holds_half_of_the_slots_while_others_have_requests() -> None:
-    """Slots that are free for others stay free; those of a later client are found at once."""
+    """The remaining slots stay free, so that a later client gets one at once."""
     engine = build.engine(drafts=[], slots=6)
     add(engine, [*["a"] * 9, "b"])
     engine.step_or_raise()
@@ -48,7 +48,7 @@ def test_a_client_holds_half_of_the_slots_while_others_have_requests() -> None:
     assert late.slot >= 0 and held(engine) == {"a": 3, "b": 1, "c": 1}
 
 
-def test_all_slots_are_there_again_when_the_others_have_gone() -> None:
+def test_a_client_gets_all_slots_when_the_others_have_ended() -> None:
     engine = build.engine(drafts=[], slots=4)
     many = add(engine, ["a"] * 6, length=20)
     (short,) = add(engine, ["b"], length=3)
@@ -62,8 +62,8 @@ def test_all_slots_are_there_again_when_the_others_have_gone() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_every_request_ends_with_its_own_text(slots: int) -> None:
-    """With few slots and little room, where requests are preempted too."""
+def test_every_request_ends_with_the_output_that_it_has_alone(slots: int) -> None:
+    """Few slots and a small pool also lead to preemption."""
     clients = ["a", "a", "a", "b", "a", "c", "b"]
     texts = []
     for sizes in ({"slots": slots, "tokens": 64}, {"slots": 8}):
@@ -74,7 +74,7 @@ def test_every_request_ends_with_its_own_text(slots: int) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_preempted_request_needs_no_share() -> None:
+def test_a_preempted_request_resumes_beyond_its_clients_share() -> None:
     engine = build.engine(drafts=[], slots=4)
     first, second, third = add(engine, ["a", "a", "b"])
     engine.step_or_raise()

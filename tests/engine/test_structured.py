@@ -1,8 +1,8 @@
-"""Structured output through the engine: the same tokens with speculation as without, and texts that
-fit.
+"""Structured output through the engine: output that fits the grammar, and the same tokens with
+speculation as without.
 
-Tiny random models in float64 with a real tokenizer; plain decoding with the same grammar is the
-reference."""
+The models are tiny and random, in float64, with a real tokenizer; plain decoding with the same
+grammar is the reference."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tokenizer() -> Tokenizer:
 
 
 def engine(rule: str = "match", **options: Any) -> Engine:
-    """As `build.engine`, with the models that have a tokenizer."""
+    """Return an engine as `build.engine` does, with models that have a tokenizer."""
     chunk = options.pop("chunk", 64)
 
     def runner(noise: float) -> Runner:
@@ -101,7 +101,7 @@ def params(i: int, temperature: float, **options: Any) -> SamplingParams:
 def run(
     target: Engine, options: list[SamplingParams], draft: str, depth: int | str = 4
 ) -> list[Request]:
-    """All at once, a step between arrivals."""
+    """Run all requests to the end, with a step between arrivals."""
     requests = []
     for i, option in enumerate(options):
         tokens = tokenizer().encode(PROMPTS[i % len(PROMPTS)])
@@ -111,13 +111,13 @@ def run(
     return requests
 
 
-def said(requests: list[Request]) -> list[tuple[list[int], str | None]]:
+def outputs(requests: list[Request]) -> list[tuple[list[int], str | None]]:
     return [(list(r.output), r.finish_reason) for r in requests]
 
 
 @functools.cache
 def plain(temperature: float) -> list[tuple[list[int], str | None]]:
-    """Each request alone, without speculation."""
+    """Return the outputs of `options`, each request alone and without speculation."""
     return [alone(i, option) for i, option in enumerate(options(temperature))]
 
 
@@ -138,19 +138,19 @@ def alone(i: int, option: SamplingParams) -> tuple[list[int], str | None]:
 def test_same_tokens_with_every_draft(draft: str, temperature: float) -> None:
     for depth in (4, "auto"):
         requests = run(engine(), options(temperature), draft, depth)
-        assert said(requests) == plain(temperature)
+        assert outputs(requests) == plain(temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_same_tokens_in_small_chunks_and_a_small_pool(draft: str, temperature: float) -> None:
     requests = run(engine(chunk=3, tokens=120), options(temperature), draft)
-    assert said(requests) == plain(temperature)
+    assert outputs(requests) == plain(temperature)
     assert sum(r.stats.preemptions for r in requests) > 0
 
 
-def test_the_tests_above_are_worth_something() -> None:
-    """Drafts and forced tokens are accepted, drafts also refused, and texts end."""
+def test_drafts_and_forced_tokens_are_accepted() -> None:
+    """Guards the tests above, which would prove nothing without accepted drafts and ends."""
     for draft in DRAFTS:
         sources: Counter[str] = Counter()
         for request in run(engine(), options(0.8), draft):
@@ -181,7 +181,7 @@ def fits_schema(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_what_has_ended_fits_the_grammar(name: str) -> None:
+def test_output_that_ended_fits_the_grammar(name: str) -> None:
     target, requests = engine(), []
     for i in range(12):
         option = params(i, 1.0, grammar=GRAMMARS[name], max_tokens=90, top_k=40, seed=i)
@@ -195,7 +195,7 @@ def test_what_has_ended_fits_the_grammar(name: str) -> None:
     assert len(ended) >= 4
 
 
-def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding() -> None:
+def test_forced_tokens_are_all_accepted_and_plain_decoding_drafts_none() -> None:
     option = SamplingParams(
         max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"])
     )
@@ -214,17 +214,17 @@ def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding(
 
 
 @pytest.mark.parametrize("draft", ["off", *DRAFTS])
-def test_a_limit_cuts_a_grammar(draft: str) -> None:
+def test_max_tokens_cuts_off_structured_output(draft: str) -> None:
     for limit in range(1, 12):
         option = params(0, 0.8, max_tokens=limit)
         (request,) = run(engine(), [option], draft)
-        assert said([request]) == [alone(0, option)] and request.produced <= limit
+        assert outputs([request]) == [alone(0, option)] and request.produced <= limit
 
 
 OTHERS = {
     "no end tokens": dict(ignore_eos=True),
     "two end tokens": dict(stop_token_ids=[40]),
-    "an end token of its own": dict(ignore_eos=True, stop_token_ids=[40]),
+    "its own end token": dict(ignore_eos=True, stop_token_ids=[40]),
     "min_tokens": dict(min_tokens=40),
     "a stop string": dict(stop=["gre", "al", "12", "null"]),
     "logit bias": dict(logit_bias={END: 100.0, 60: 100.0}),
@@ -236,15 +236,15 @@ OTHERS = {
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("draft", ["ngram", "tree"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_beside_other_parameters(name: str, draft: str) -> None:
+def test_grammars_combine_with_other_sampling_parameters(name: str, draft: str) -> None:
     many = [params(i, 0.8, **OTHERS[name]) for i in range(5)]
     expected = [alone(i, option) for i, option in enumerate(many)]
-    assert said(run(engine(), many, draft)) == expected
+    assert outputs(run(engine(), many, draft)) == expected
     assert any(reason == "stop" for _, reason in expected)
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix"])
-def test_without_end_tokens_the_text_ends_with_the_grammar(draft: str) -> None:
+def test_without_end_tokens_the_output_ends_with_the_grammar(draft: str) -> None:
     option = params(0, 0.8, ignore_eos=True, grammar=GRAMMARS["schema"], max_tokens=90)
     (request,) = run(engine(), [option], draft)
     assert request.finish_reason == "stop"
@@ -254,29 +254,29 @@ def test_without_end_tokens_the_text_ends_with_the_grammar(draft: str) -> None:
 def test_an_end_of_the_grammar_that_is_known_late_ends_the_request_in_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is allowed behind the last token may still be computed when that is committed."""
-    target, known = engine(), False
+    """The mask behind the last token may still be computed when that token is committed."""
+    target, is_known = engine(), False
     ending, is_ready = matcher_module.Matcher.ending.fget, target._is_ready
     assert ending is not None
 
-    def knowing(scheduled: Any) -> bool:
-        nonlocal known
-        known = True
+    def is_ready_and_known(scheduled: Any) -> bool:
+        nonlocal is_known
+        is_known = True
         try:
             return is_ready(scheduled)
         finally:
-            known = False
+            is_known = False
 
-    found = property(lambda matcher: ending(matcher) if known else None)
-    monkeypatch.setattr(matcher_module.Matcher, "ending", found)
-    monkeypatch.setattr(target, "_is_ready", knowing)
+    late_ending = property(lambda matcher: ending(matcher) if is_known else None)
+    monkeypatch.setattr(matcher_module.Matcher, "ending", late_ending)
+    monkeypatch.setattr(target, "_is_ready", is_ready_and_known)
     option = params(0, 0.8, ignore_eos=True, grammar=GRAMMARS["schema"], max_tokens=90)
     (request,) = run(target, [option], "off")
     assert request.finish_reason == "stop"
     assert fits_schema(json.loads(tokenizer().decode(list(request.output))))
 
 
-def test_the_end_wins_over_min_tokens_where_nothing_else_is_left() -> None:
+def test_the_end_token_overrides_min_tokens_if_nothing_else_is_allowed() -> None:
     option = SamplingParams(min_tokens=20, max_tokens=30, grammar=Grammar.of("choice", ["null"]))
     output, reason = alone(0, option)
     assert (tokenizer().decode(output), output[-1], reason) == ("null", END, "stop")
@@ -287,10 +287,11 @@ def test_the_end_wins_over_min_tokens_where_nothing_else_is_left() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("states, fails", [(250, False), (60, True)])
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
+def test_a_grammar_limit_is_hit_at_the_same_token_with_and_without_drafts(
     states: int, fails: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking ahead fills the lexer sooner; a new one decides by the text. Others go on."""
+    """Drafting fills the lexer's states sooner, so a fresh lexer over the text decides. Another
+    request goes on."""
     monkeypatch.setattr(compiler, "STATES", states)
     option = SamplingParams(max_tokens=40, temperature=temperature, seed=3, grammar=EXPLODING)
     found = []
@@ -307,8 +308,10 @@ def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
     assert ("too complex to match after" in found[0][2]) == fails and len(found[0][0]) > 1
 
 
-def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matcher_module, "PATIENCE", 20.0)  # however slow the machine is now
+def test_a_request_waiting_for_a_mask_does_not_delay_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matcher_module, "PATIENCE", 20.0)  # enough for a busy machine
     target, gate = engine(), threading.Event()
     target.grammars.confine()
     slow = target.add(tokenizer().encode("x"), params(2, 0.8), draft="ngram", depth=3)
@@ -325,15 +328,15 @@ def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.Mo
     monkeypatch.setattr(matcher_module, "wait", recorded)
     while quick.finish_reason is None:
         target.step()
-    # in one step, and not again in each of the others
+    # the engine waits in one step, and not again in later ones
     assert len(waits) > 5 and sum(waits) < 3 * matcher_module.MOMENT
     assert not slow.output and slow.finish_reason is None
     gate.set()
     build.finish(target)
-    assert said([quick, slow]) == [alone(1, params(1, 0.8)), alone(3, params(2, 0.8))]
+    assert outputs([quick, slow]) == [alone(1, params(1, 0.8)), alone(3, params(2, 0.8))]
 
 
-def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_takes_too_long_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher_module, "PATIENCE", 0.02)
     target, gate = engine(), threading.Event()
     target.grammars.confine()
@@ -349,7 +352,7 @@ def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.Monk
 
 
 def test_logprobs_are_those_of_the_model() -> None:
-    """Raw: tokens that the grammar forbids are among the likeliest."""
+    """They are not masked: the likeliest tokens include some that the grammar forbids."""
     found = {}
     for draft in ("off", "tree"):
         target = engine()
@@ -358,16 +361,16 @@ def test_logprobs_are_those_of_the_model() -> None:
             entry for event in build.finish_all(target) for entry in event.logprobs or ()
         ]
     assert any(entry.token_id not in entry.top for entry in found["off"])
-    for mine, theirs in zip(found["tree"], found["off"], strict=True):
-        assert mine.token_id == theirs.token_id
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+    for actual, expected in zip(found["tree"], found["off"], strict=True):
+        assert actual.token_id == expected.token_id
+        assert actual.logprob == pytest.approx(expected.logprob, abs=1e-9)
 
 
-def test_beside_requests_without_a_grammar() -> None:
+def test_requests_with_and_without_a_grammar_share_a_batch() -> None:
     free = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
     mixed = [params(0, 0.8), free, params(2, 0.8), free]
     expected = [alone(i, option) for i, option in enumerate(mixed)]
-    assert said(run(engine(), mixed, "tree")) == expected
+    assert outputs(run(engine(), mixed, "tree")) == expected
 
 
 def test_aborts_leave_nothing_behind() -> None:
@@ -384,7 +387,7 @@ def test_aborts_leave_nothing_behind() -> None:
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:
-    assert said(run(engine(rule), options(0.0), draft)) == plain(0.0)
+    assert outputs(run(engine(rule), options(0.0), draft)) == plain(0.0)
 
 
 @pytest.mark.one_in(4)
@@ -392,7 +395,7 @@ def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> No
     "rule, draft", [("token", "model"), ("block", "model"), ("tree", "tree"), ("token", "ngram")]
 )
 def test_ratio_rules_keep_the_distribution(rule: str, draft: str) -> None:
-    """Forbidden drafts are refused, and what replaces them is drawn from what is allowed."""
+    """Forbidden drafts are rejected, and replacements are drawn from the allowed tokens."""
     grammar = Grammar.of("regex", "[ab][bc](d|grey|green)")
     counts = []
     for name, seeds in ((draft, range(300)), ("off", range(1000, 1300))):
@@ -410,7 +413,7 @@ def test_ratio_rules_keep_the_distribution(rule: str, draft: str) -> None:
     assert stats.chi2_contingency(table).pvalue > 1e-4
 
 
-def test_refusals_come_before_any_work() -> None:
+def test_invalid_grammars_are_refused_before_any_work() -> None:
     target = engine()
     with pytest.raises(RequestError, match="regex"):
         target.add([5], SamplingParams(grammar=Grammar.of("regex", "[a")))

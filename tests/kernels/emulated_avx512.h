@@ -1,5 +1,5 @@
-// The few AVX-512 intrinsics that the kernels use, on AVX2: included ahead of the sources (`-include`), it lets machines
-// without AVX-512 test what the others run. What the vector types of the compiler do is theirs on any machine.
+// The few AVX-512 intrinsics that the kernels use, emulated on AVX2: included ahead of the sources (`-include`), it lets
+// machines without AVX-512 test that code. The compiler supports the vector types on any machine.
 #pragma once
 #include <immintrin.h>
 
@@ -20,7 +20,7 @@ typedef int32_t ints __attribute__((vector_size(64)));
 typedef float floats __attribute__((vector_size(64)));
 
 template <typename To, typename From> inline To bits(const From &from) {
-  static_assert(sizeof(To) == sizeof(From), "as wide");
+  static_assert(sizeof(To) == sizeof(From), "the types have different sizes");
   To to;
   memcpy(&to, &from, sizeof to);
   return to;
@@ -33,7 +33,7 @@ template <typename F> inline __m512 lanes(F f) {
 inline __m512 fmadd(__m512 a, __m512 b, __m512 c) {
   return lanes([&](int i) { return fmaf(a[i], b[i], c[i]); });
 }
-inline __m512 max(__m512 a, __m512 b) {  // the second where one is not a number
+inline __m512 max(__m512 a, __m512 b) {  // the second value if one is nan
   return lanes([&](int i) { return a[i] > b[i] ? a[i] : b[i]; });
 }
 inline __m512i nearest(__m512 a) {

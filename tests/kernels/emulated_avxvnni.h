@@ -1,5 +1,5 @@
-// The one AVX-VNNI intrinsic that the kernels use, on AVX2: included ahead of the sources (`-include`), it lets machines
-// without AVX-VNNI test what the others run.
+// The one AVX-VNNI intrinsic that the kernels use, emulated on AVX2: included ahead of the sources (`-include`), it lets
+// machines without AVX-VNNI test that code.
 #pragma once
 #include <immintrin.h>
 

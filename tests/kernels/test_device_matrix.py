@@ -1,5 +1,5 @@
-"""Packed matrices of torch devices: the numbers they stand for, the bytes they take, and floats
-rounded exactly as the native kernels round them."""
+"""Packed matrices on torch devices: their values, their sizes, and the rounding of floats, which is
+that of the native kernels."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
 
 
 def every_fp8(rows: int, inputs: int) -> Tensor:
-    """The bits of all numbers of e4m3 in turn."""
+    """Return a matrix with the bits of all finite e4m3 values in turn."""
     bits = torch.arange(256, dtype=torch.uint8)
-    bits = bits[bits & 0x7F != 0x7F]  # which is no number
+    bits = bits[bits & 0x7F != 0x7F]  # leaves out nan
     return bits.repeat(-(-rows * inputs // len(bits)))[: rows * inputs].view(rows, inputs)
 
 
@@ -39,8 +39,8 @@ def every_fp8(rows: int, inputs: int) -> Tensor:
     "form",
     ["int8", "int8 with minima", "int4", "int4 with minima", "int4 with zero points", "fp8"],
 )
-def test_integers_are_kept(form: str, group: int, shape: tuple[int, int]) -> None:
-    """Every element is value times scale plus minimum, by rows, by index and as a product."""
+def test_stored_values_are_exact(form: str, group: int, shape: tuple[int, int]) -> None:
+    """Every element is value times scale plus minimum, read by row, by index and in products."""
     outputs, inputs = shape
     if inputs % (group or inputs) or (group < 32 and form not in ("int8", "fp8")):
         return
@@ -75,17 +75,16 @@ def test_integers_are_kept(form: str, group: int, shape: tuple[int, int]) -> Non
 
 
 def test_products_dequantize_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix, x, bias = DeviceMatrix.from_rounded("int4", random(1, 70, 96)), random(2, 4, 96), None
-    whole = matrix.multiply(x, bias)
+    matrix, x = DeviceMatrix.from_rounded("int4", random(1, 70, 96)), random(2, 4, 96)
+    at_once = matrix.multiply(x, None)
     monkeypatch.setattr(device_matrix, "CHUNK", 128 * 9)
     for bias in (None, random(3, 70)):
         found = matrix.multiply(x, bias)
-        expected = whole if bias is None else whole + bias
+        expected = at_once if bias is None else at_once + bias
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_bytes() -> None:
-    """Integers and scales, and nothing beside them."""
+def test_the_size_in_bytes_is_that_of_integers_and_scales() -> None:
     weight = random(1, 128, 256)
     assert DeviceMatrix.from_floats(weight).nbytes == 128 * 256 * 4
     assert DeviceMatrix.from_rounded("int8", weight).nbytes == 128 * 256 + 128 * 4
@@ -97,8 +96,7 @@ def test_bytes() -> None:
     assert matrix.nbytes == 128 * 256 // 2 + 128 * 8 * 4
 
 
-def test_numbers_of_other_dtypes() -> None:
-    """Products on torch have the dtype of the model, to which the numbers are rounded."""
+def test_values_and_products_have_the_dtype_of_the_model() -> None:
     weight = random(1, 70, 96)
     exact = DeviceMatrix.from_rounded("int8", weight).dequantize()
     matrix = DeviceMatrix.from_rounded("int8", weight, torch.bfloat16)
@@ -113,8 +111,8 @@ def test_groups_that_fit_no_tile_are_refused() -> None:
             DeviceMatrix.from_values(form, values, torch.ones(4, groups))
 
 
-def hard(kind: str) -> Tensor:
-    """Matrices in which ties, zeros and numbers of all sizes decide."""
+def hard_to_round(kind: str) -> Tensor:
+    """Return a matrix with ties, zeros or values of all magnitudes."""
     weight = random(3, 96, 130)
     if kind == "ties":
         weight = (weight * 3).round() / 4
@@ -133,12 +131,12 @@ def hard(kind: str) -> Tensor:
 @pytest.mark.parametrize("kind", ["normal", "ties", "signs", "sizes", "tiny", "zeros"])
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_rounding_is_that_of_the_native_kernels(form: str, kind: str) -> None:
-    """Bit for bit: the layout is compared with that of the compiled code elsewhere."""
+    """The bits agree; another test compares the layout with that of the compiled code."""
     native.start(1)
-    weight = hard(kind)
-    theirs = PackedMatrix(weight, None, form, gated=False)
-    data, scale = lay_out(form, theirs.rows, theirs.matrix.padded, *round_to_integers(form, weight))
-    assert (theirs.data == data.numpy()).all()
-    assert (theirs.scale == scale.numpy().view(theirs.scale.dtype)).all()
+    weight = hard_to_round(kind)
+    packed = PackedMatrix(weight, None, form, gated=False)
+    data, scale = lay_out(form, packed.rows, packed.matrix.padded, *round_to_integers(form, weight))
+    assert (packed.data == data.numpy()).all()
+    assert (packed.scale == scale.numpy().view(packed.scale.dtype)).all()
     matrix: Any = DeviceMatrix.from_rounded(form, weight)
-    assert torch.equal(matrix.dequantize(), theirs[torch.arange(96)])
+    assert torch.equal(matrix.dequantize(), packed[torch.arange(96)])

@@ -1,4 +1,4 @@
-"""The native draw says what its twin says, bit for bit, and never a token from logits that are not
+"""Native sampling draws the tokens of its reference, and never a token from logits that are not
 finite."""
 
 import ctypes.util
@@ -15,7 +15,7 @@ from forerun.kernels import draw, native
 from forerun.kernels.draw import gumbel_argmax, sample_tokens, shape_scores
 from forerun.sampling.params import Sampling
 
-# spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
+# vocabulary and spread of the logits: from near uniform, where many tokens can win, to peaked
 CASES = [
     (1, 1.0),
     (7, 1.0),
@@ -37,20 +37,20 @@ FILTERS = {
     "none": (0, 1.0, 0.0),
     "top_k": (5, 1.0, 0.0),
     "top_k of one": (1, 1.0, 0.0),
-    "many": (700, 1.0, 0.0),
-    "over the vocabulary": (1 << 31, 1.0, 0.0),
+    "top_k of 700": (700, 1.0, 0.0),
+    "top_k over the vocabulary": (1 << 31, 1.0, 0.0),
     "top_p": (0, 0.9, 0.0),
-    "nearly all": (0, 0.9999999, 0.0),
-    "nothing but the likeliest": (0, 1e-9, 0.0),
+    "top_p of nearly 1": (0, 0.9999999, 0.0),
+    "top_p of nearly 0": (0, 1e-9, 0.0),
     "min_p": (0, 1.0, 0.05),
-    "the usual": (40, 0.95, 0.05),
+    "usual": (40, 0.95, 0.05),
     "top_p and min_p": (0, 0.5, 0.3),
 }
 
 
 @pytest.mark.parametrize(("vocab", "spread"), CASES)
 def test_sampled_tokens_are_those_of_the_reference(instructions, vocab, spread):
-    """At every temperature side by side, with forbidden tokens, ties, and one candidate."""
+    """Rows have several temperatures, forbidden tokens, ties, or a single candidate."""
     logits = torch.randn(60, vocab, generator=torch.Generator().manual_seed(4)) * spread
     logits[10:20, 1::2] = -torch.inf
     logits[20:30, 1:] = -torch.inf
@@ -61,14 +61,14 @@ def test_sampled_tokens_are_those_of_the_reference(instructions, vocab, spread):
         assert sample_tokens(logits, samplings, keys_of(60)) == expected, name
 
 
-@pytest.mark.parametrize("filters", [FILTERS["none"], FILTERS["the usual"]], ids=["none", "usual"])
+@pytest.mark.parametrize("filters", [FILTERS["none"], FILTERS["usual"]], ids=["none", "usual"])
 @pytest.mark.parametrize("vocab", [12, 301, 5000])
 def test_masks_forbid_tokens_as_minus_infinity_does(instructions, vocab, filters):
-    """Beside rows without a mask, with sparse and dense ones, and with a mask shorter than the row,
-    behind which everything is allowed."""
-    chance = torch.Generator().manual_seed(6)
-    logits = torch.randn(40, vocab, generator=chance) * 3
-    allowed = torch.rand(40, vocab, generator=chance) < torch.linspace(0.02, 1, 40)[:, None]
+    """Some rows have no mask, others sparse and dense ones; masks are shorter than the rows, and
+    tokens behind a mask are allowed."""
+    dice = torch.Generator().manual_seed(6)
+    logits = torch.randn(40, vocab, generator=dice) * 3
+    allowed = torch.rand(40, vocab, generator=dice) < torch.linspace(0.02, 1, 40)[:, None]
     allowed[:, 3] = True
     allowed[::4] = True
     num_bytes = vocab // 8
@@ -80,7 +80,7 @@ def test_masks_forbid_tokens_as_minus_infinity_does(instructions, vocab, filters
     assert sample_tokens(logits, samplings, keys_of(40), masks=masks) == expected
 
 
-def test_logits_that_are_not_finite_are_an_error_where_they_are_forbidden_too(instructions):
+def test_forbidden_logits_that_are_not_finite_are_an_error(instructions):
     logits = torch.zeros(1, 40)
     logits[0, 30] = math.nan
     with pytest.raises(ForerunError, match="not finite"):
@@ -88,8 +88,8 @@ def test_logits_that_are_not_finite_are_an_error_where_they_are_forbidden_too(in
 
 
 @pytest.mark.parametrize("top_k", [3, 300])
-def test_ties_at_the_border_of_top_k_are_drawn_too(instructions, top_k):
-    """Also where more tokens are tied than the kernel keeps at first."""
+def test_tokens_tied_at_the_border_of_top_k_can_be_drawn(instructions, top_k):
+    """This includes more tied tokens than the kernel keeps at first."""
     logits = torch.zeros(400, 2000)
     logits[:, 0] = 1.0
     by = [Sampling(1.0, top_k)] * 400
@@ -100,7 +100,7 @@ def test_ties_at_the_border_of_top_k_are_drawn_too(instructions, top_k):
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_an_error(instructions, broken):
-    """Wherever they stand, also in the lanes behind the last whole vector."""
+    """At any position, including the lanes behind the last full vector."""
     for place, temperature in itertools.product((0, 17, 39), (0.0, 1.0)):
         logits = torch.zeros(3, 40)
         logits[1, place] = broken
@@ -109,21 +109,22 @@ def test_logits_that_are_not_finite_are_an_error(instructions, broken):
                 sample_tokens(given, [Sampling(temperature)] * 3, keys_of(3))
 
 
-def test_a_row_with_nothing_to_say_is_an_error(instructions):
+def test_a_row_without_a_possible_token_is_an_error(instructions):
     with pytest.raises(ForerunError, match="not finite"):
         sample_tokens(torch.full((1, 40), -math.inf), [Sampling(1.0)], keys_of(1))
 
 
 def test_large_scores_keep_their_order(instructions):
-    """Where float32 has no fractions left, noise decides between what it cannot tell apart, as in
-    the twin."""
+    """Where float32 has no fractions left, noise decides between equal sums, as in the
+    reference."""
     scores = torch.full((50, 100), 3e7)
     scores[:, ::3] += 4.0
     assert torch.equal(gumbel_argmax(scores, keys_of(50)), rng.gumbel_argmax(scores, keys_of(50)))
 
 
-def test_a_library_of_another_version_is_named(monkeypatch):
-    """An update without a new installation leaves one; torch serves then, and `doctor` says why."""
+def test_a_library_of_another_version_is_not_loaded(monkeypatch):
+    """An update without a new build leaves an old library; torch is used then, and `doctor` shows
+    the reason."""
     name = ctypes.util.find_library("m")
     if name is None:
         pytest.skip("this system has no libm to load")
@@ -135,15 +136,15 @@ def test_a_library_of_another_version_is_named(monkeypatch):
 
 
 def filtered(scores, rows):
-    """Filter rows as another device does."""
+    """Filter rows as on a GPU."""
     vocab = scores.shape[1]
     by = draw.DrawParameters.upload(rows, [0] * len(rows), vocab, scores.device)
     return draw._filter_rows(scores, by.top_k, by.top_p, by.least, by.kind)
 
 
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
-def test_filters_that_never_ask_the_device_keep_the_same_tokens(filters):
-    """Ties at the border apart, which there are none of among random numbers."""
+def test_filters_without_host_syncs_keep_the_same_tokens(filters):
+    """They may differ for ties at the border, which random numbers do not have."""
     scores = torch.randn(20, 900, generator=torch.Generator().manual_seed(2)).double() * 3
     scores[:5, 100:] = -torch.inf
     scores -= scores.amax(-1, keepdim=True)
@@ -151,7 +152,7 @@ def test_filters_that_never_ask_the_device_keep_the_same_tokens(filters):
     assert torch.equal(alone, draw._filter(scores, *filters))
 
 
-def test_rows_with_filters_of_their_own_are_filtered_together():
+def test_rows_with_different_filters_are_filtered_together():
     scores = torch.randn(2 * len(FILTERS), 900, generator=torch.Generator().manual_seed(4)) * 3
     scores = scores.double() - scores.double().amax(-1, keepdim=True)
     rows = [Sampling(1.0, *filters) for filters in FILTERS.values() for _ in range(2)]
@@ -160,8 +161,8 @@ def test_rows_with_filters_of_their_own_are_filtered_together():
         assert torch.equal(row, draw._filter(own[None], *by[1:])[0]), by
 
 
-def test_draws_of_another_device_and_their_check_take_one_copy_to_the_host(monkeypatch):
-    """What waits for a device is counted where this code runs on the CPU: `tolist` alone."""
+def test_sampling_on_a_device_takes_one_copy_to_the_host(monkeypatch):
+    """The device code runs on the CPU here; `tolist` is its only operation that would wait."""
     copies = []
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False))
     to_list = torch.Tensor.tolist

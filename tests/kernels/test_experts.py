@@ -1,5 +1,5 @@
-"""Chosen experts by operations of fixed shapes: equal to the reference for the mixtures of every
-family and for packed matrices, and the host waits for nothing."""
+"""Experts computed by operations of fixed shapes equal the reference, for the mixtures of every
+family and for packed matrices, and the host never waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.models.decoder import Decoder
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
 from tests.models.test_packing import load
-from tests.runtime.test_captured import Waiting, chain
+from tests.runtime.test_captured import SyncCounter, chain
 
 MIXTURES = [
     "granitemoe",
@@ -37,7 +37,7 @@ Call = tuple[Tensor, Tensor, Tensor | None, ExpertMlps]
 
 
 def calls_of(decoder: Decoder, tokens: int = 9) -> list[Call]:
-    """What the layers of a decoder ask for in a pass over a text."""
+    """Return the calls that the layers of a decoder make in a pass over a text."""
     found: list[Call] = []
 
     def noted(*call: Any) -> Tensor:
@@ -57,7 +57,7 @@ def calls_of(decoder: Decoder, tokens: int = 9) -> list[Call]:
 
 
 def compare(call: Call, slack: float = 1e-9) -> None:
-    """All forms, with one chunk and with several."""
+    """Compare all forms with the reference."""
     expected = by_expert(*call)
     forms = [experts.on_device, every, gathered]
     if call[0].dtype == torch.float32 and isinstance(call[3].up, Tensor):
@@ -71,8 +71,8 @@ def compare(call: Call, slack: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("chunk", [1 << 24, 3000])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_families(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gates or none, their biases and bounds, weights on inputs, experts of another width."""
+def test_mixtures(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without gates, biases, clamps, weighted inputs, and experts of another width."""
     monkeypatch.setattr(experts, "CHUNK", chunk)
     for dtype, slack in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
         for call in calls_of(tiny.decoder(tiny.family(name), dtype)):
@@ -105,7 +105,7 @@ def random_mlps(count: int, inner: int, width: int) -> ExpertMlps:
     return ExpertMlps(up, down, count, 2, functools.partial(reference.gate, kind="silu"))
 
 
-def test_few_pairs_copy_matrices_and_many_compute_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pairs_gather_experts_and_many_compute_all(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for form in (every, gathered):
         name = form.__name__
@@ -119,8 +119,8 @@ def test_few_pairs_copy_matrices_and_many_compute_all(monkeypatch: pytest.Monkey
     assert names == ["gathered", "every", "gathered", "every"]
 
 
-def test_a_row_that_is_not_finite_disturbs_no_other() -> None:
-    """Padding has arbitrary numbers."""
+def test_a_row_that_is_not_finite_changes_no_other() -> None:
+    """Padding has arbitrary values."""
     mlps, x = random_mlps(6, 8, 16), torch.randn(5, 16)
     choice = torch.tensor([[0, 5], [1, 2], [0, 1], [3, 4], [5, 0]])
     broken = x.clone()
@@ -134,21 +134,21 @@ def test_grouped_products_are_for_gpus_and_bfloat16() -> None:
     mlps = random_mlps(6, 8, 16)
     assert isinstance(mlps.up, Tensor) and isinstance(mlps.down, Tensor)
     assert not can_group(replace(mlps, up=mlps.up.bfloat16(), down=mlps.down.bfloat16()))
-    assert F.grouped_mm is not None  # of the oldest torch that is supported
+    assert F.grouped_mm is not None  # available in the oldest supported torch
 
 
 @pytest.mark.parametrize("form", [experts.on_device, every, gathered, grouped, by_expert])
-def test_the_host_waits_for_nothing(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_reference_makes_the_host_wait(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call = calls_of(tiny.decoder(tiny.family("gpt_oss"), torch.float32))[0]
-    with monkeypatch.context() as patch, Waiting(patch) as waiting:
+    with monkeypatch.context() as patch, SyncCounter(patch) as syncs:
         form(*call)
-    assert (waiting.count > 0) == (form is by_expert)
+    assert (syncs.count > 0) == (form is by_expert)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_on_a_gpu(dtype: torch.dtype) -> None:
-    """Recorded in a graph: the grouped products of bfloat16 ask the host nothing."""
+def test_experts_in_a_cuda_graph(dtype: torch.dtype) -> None:
+    """The grouped products of bfloat16 do not need the host."""
     mlps, device = random_mlps(6, 32, 64), torch.device("cuda")
     assert isinstance(mlps.up, Tensor) and isinstance(mlps.down, Tensor)
     mlps = replace(mlps, up=mlps.up.to(device, dtype), down=mlps.down.to(device, dtype))

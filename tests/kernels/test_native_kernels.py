@@ -1,4 +1,4 @@
-"""Every native kernel against float64 on odd shapes, in each instruction set this processor has."""
+"""Every native kernel agrees with float64 on odd shapes, in each instruction set available."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ class Bench:
         native.loaded().forerun_run(program, filled)
 
 
-def close(mine: np.ndarray, exact: np.ndarray, tolerance: float) -> bool:
-    return bool(np.abs(mine - exact).max() <= tolerance * max(1.0, np.abs(exact).max()))
+def close(found: np.ndarray, exact: np.ndarray, tolerance: float) -> bool:
+    return bool(np.abs(found - exact).max() <= tolerance * max(1.0, np.abs(exact).max()))
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "xielu"])
@@ -92,7 +92,7 @@ def test_a_gated_layer(inner: int) -> None:
 
 
 def attention(q, keys, values, window, chunk, softcap, scale):  # type: ignore[no-untyped-def]
-    """One token: q [heads, D], the keys and values it sees, in order [K, kv_heads, D]."""
+    """Attend with one token: q [heads, D]; visible keys and values in order [K, kv_heads, D]."""
     group = q.shape[0] // keys.shape[1]
     if chunk:
         keys, values = (t[(len(t) - 1) // chunk * chunk :] for t in (keys, values))
@@ -104,17 +104,16 @@ def attention(q, keys, values, window, chunk, softcap, scale):  # type: ignore[n
     return np.einsum("hk,khd->hd", weights / weights.sum(-1, keepdims=True), values)
 
 
+# heads, key heads, size of a head
 SHAPES = [(1, 1, 8), (6, 2, 24), (3, 3, 64), (20, 1, 40), (8, 2, 128), (7, 1, 17)]
-
-
-SEEN = [(0, 0, 0.0), (5, 0, 0.0), (70, 0, 2.0), (0, 70, 0.0), (0, 75, 0.0), (5, 151, 0.0)]
+# window, chunk, softcap
+MASKS = [(0, 0, 0.0), (5, 0, 0.0), (70, 0, 2.0), (0, 70, 0.0), (0, 75, 0.0), (5, 151, 0.0)]
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scattered", [False, True])
 def test_attention(form: str, scattered: bool) -> None:
-    """A draft tree behind a long prefix, which lies in the cache row by row or scattered; `SEEN`
-    are windows, chunks and softcaps."""
+    """A draft tree behind a long prefix, whose cache rows are in order or scattered."""
     rows, prefix = 208, 150
     sees = [
         [*range(prefix)],
@@ -138,7 +137,7 @@ def test_attention(form: str, scattered: bool) -> None:
         lines = np.full(6, line.ctypes.data, dtype=np.uint64)
         cache = native_layout(data)
         keys, values = data.double().numpy()
-        for window, chunk, softcap in SEEN:
+        for window, chunk, softcap in MASKS:
             bench.run(
                 native.COp(
                     kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window, chunk=chunk,
@@ -158,7 +157,7 @@ def test_attention(form: str, scattered: bool) -> None:
 
 
 def native_layout(data: torch.Tensor) -> torch.Tensor:
-    """Keys and values [2, rows, Hkv, D] as native passes have them, each flat, with room for loads
+    """Return keys and values [2, rows, Hkv, D] in the native layout, each flat and padded for loads
     past the end."""
     _, rows, heads, dim = data.shape
     flat = torch.zeros(2, rows * heads * dim + 16, dtype=data.dtype)
@@ -168,7 +167,7 @@ def native_layout(data: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rotary", [0, 6, 40])
-def test_rotation_writes_the_cache(rotary: int) -> None:
+def test_rotation_and_cache_writes(rotary: int) -> None:
     heads, kv_heads, dim, context = 3, 2, 40, 9
     bench = Bench([(heads + 2 * kv_heads) * dim], 2, seed=rotary)
     given = bench.buffers[0].astype(np.float64).reshape(2, heads + 2 * kv_heads, dim)

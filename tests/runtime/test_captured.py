@@ -1,8 +1,8 @@
-"""Passes that are recorded once and replayed give what unrecorded ones give.
+"""Passes that are recorded once and replayed give the results of unrecorded passes.
 
-There is no GPU in the tests: `RecordedOperations` keeps the torch operations of a pass and runs
-them again on the same tensors. A number that the host computed while recording, a tensor that is
-made anew for each pass, or an input that is not staged gives wrong logits then, as in a CUDA graph.
+The tests need no GPU: `RecordedOperations` keeps the torch operations of a pass and runs them again
+on the same tensors. A number that the host computed while recording, a new tensor in each pass, or
+an input that is not staged then gives wrong logits, as in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.models.test_parity import grown_tree, text_of
 FAMILIES = [*tiny.FAMILIES, *families.MODELS]
 
 
-class Again:
+class Rerun:
     """A stand-in for `CudaGraphs` that runs the function again."""
 
     own_attention = own_layers = False
@@ -68,14 +68,14 @@ class RecordedOperations(TorchDispatchMode):
 
 
 def same_storage(tensors: Sequence[Tensor]) -> bool:
-    """Whether all but the first are views of the first: they show what is written to it later.
+    """Return True if all tensors are views of the first one, so that later writes to it show.
     `reshape`, for example, returns a view or a copy."""
     return len({each.untyped_storage().data_ptr() for each in tensors}) == 1
 
 
 @torch.inference_mode()
 def replay(calls: Sequence[tuple[Any, Any, Any, Any]]) -> None:
-    """Run operations again; results go to the tensors of the first time."""
+    """Run operations again and write their results to the tensors of the first run."""
     for func, args, kwargs, first in calls:
         again = func(*args, **kwargs)
         if isinstance(first, Tensor):
@@ -88,7 +88,7 @@ def replay(calls: Sequence[tuple[Any, Any, Any, Any]]) -> None:
 
 
 def pair(decoder: Decoder, slots: int = 4, graphs: Any = None) -> tuple[Runner, Runner, Any]:
-    """A runner that records and one that does not."""
+    """Return a runner that records, one that does not, and the recorder."""
     graphs, sizes = graphs or RecordedOperations(), dict(tokens=1024, page=4, slots=slots)
     return Runner(decoder, **sizes, graphs=graphs), Runner(decoder, **sizes), graphs
 
@@ -96,13 +96,13 @@ def pair(decoder: Decoder, slots: int = 4, graphs: Any = None) -> tuple[Runner, 
 def both(
     runners: Sequence[Runner], segments: Sequence[Segment], layers: Sequence[int] = ()
 ) -> list[Tensor]:
-    """Run one pass on both and compare all that they return."""
+    """Run one pass on both runners and compare logits and hidden states."""
     for runner in runners:
         for segment in segments:
             length = runner.cache.length[segment.slot] + len(segment.parents)
             assert runner.cache.pages.grow(segment.slot, length)
     recorded, plain = (runner.forward(segments, layers) for runner in runners)
-    # states are float32; experts are weighed in float32, in which a sigmoid depends on the rows
+    # recurrent states are float32; so are routing weights, whose sigmoid depends on the rows
     config = runners[0].decoder.config
     atol = 1e-4 if config.recurrent else 1e-5 if config.experts else 1e-9
     torch.testing.assert_close(recorded.logits, plain.logits, rtol=0, atol=atol)
@@ -160,8 +160,8 @@ def compare_passes(runners: Sequence[Runner]) -> None:
         both(runners, [Segment(0, text_of(1, 9 + seed), [-1], [0])])
 
 
-def test_uncommitted_tokens_of_earlier_passes_are_seen() -> None:
-    """A draft model adds a level a pass behind tokens that are not committed."""
+def test_uncommitted_tokens_of_earlier_passes_are_visible() -> None:
+    """A draft model adds one level per pass behind tokens that are not committed."""
     recorded, plain, _ = pair(tiny.decoder(tiny.family("llama")))
     runners = recorded, plain
     both(runners, [chain(0, text_of(7))])
@@ -175,10 +175,8 @@ def test_uncommitted_tokens_of_earlier_passes_are_seen() -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("family", ["llama", "mistral", "llama4"])
-def test_chains_that_the_device_places_have_the_inputs_of_staged_ones(
-    family: str, window: int | None
-) -> None:
-    """Full attention, windows, first keys besides a window, and chunks of the text."""
+def test_chains_placed_on_the_device_equal_staged_ones(family: str, window: int | None) -> None:
+    """Covers full attention, windows with and without first keys, and chunked attention."""
     decoder = tiny.decoder(tiny.family(family))
     runner = Runner(decoder, tokens=1024, page=4, slots=3)
     if window:
@@ -196,15 +194,15 @@ def test_chains_that_the_device_places_have_the_inputs_of_staged_ones(
     placed.place(torch.tensor([*tokens, [0] * 3]), torch.tensor([20, 3, 9, 1]))
     assert torch.equal(placed.inputs.table, table)
     for name in ("ids", "positions", "rows"):
-        ours, theirs = (getattr(each.inputs, name).view(4, 16)[:3] for each in (placed, staged))
-        assert torch.equal(ours, theirs), name
-    for ours, theirs in zip(placed.inputs.masks, staged.inputs.masks, strict=True):
-        assert torch.equal(ours[:3], theirs[:3])
-        assert ours.view(torch.bool).any(-1).all()  # padding sees something
+        actual, expected = (getattr(each.inputs, name).view(4, 16)[:3] for each in (placed, staged))
+        assert torch.equal(actual, expected), name
+    for actual, expected in zip(placed.inputs.masks, staged.inputs.masks, strict=True):
+        assert torch.equal(actual[:3], expected[:3])
+        assert actual.view(torch.bool).any(-1).all()  # no row of padding is fully masked
 
 
 def rows_of(walk: Any, table: Tensor, shape: PassShape) -> list[list[int]]:
-    """The cache rows that each token of a pass reads, by position."""
+    """Return the cache rows that each token of a pass reads, by position."""
     found = []
     for token in range(shape.rows):
         last, direct = int(walk.last[token]), int(walk.direct[token])
@@ -215,19 +213,17 @@ def rows_of(walk: Any, table: Tensor, shape: PassShape) -> list[list[int]]:
 
 @pytest.mark.parametrize("walks", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "llama4"])
-def test_trees_that_the_device_places_have_the_inputs_of_staged_ones(
-    family: str, walks: bool
-) -> None:
-    """Random trees with room for more nodes, behind texts of different lengths."""
+def test_trees_placed_on_the_device_equal_staged_ones(family: str, walks: bool) -> None:
+    """Random trees with room for more nodes, after texts of different lengths."""
     decoder = tiny.decoder(tiny.family(family))
     cache = Runner(decoder, tokens=1024, page=4, slots=3).cache
-    chance, lengths, room = random.Random(4), (20, 3, 9), 9
+    dice, lengths, room = random.Random(4), (20, 3, 9), 9
     segments, parents = [], []
     for slot, length in enumerate(lengths):
         assert cache.pages.grow(slot, length + room + 1)
         cache.length[slot] = length
-        count = chance.randrange(4, room)
-        own = [0, *(chance.randrange(max(0, node - 4), node) for node in range(2, count + 1))]
+        count = dice.randrange(4, room)
+        own = [0, *(dice.randrange(max(0, node - 4), node) for node in range(2, count + 1))]
         segments.append(Segment(slot, text_of(count + 1, slot), [-1, *own], [0]))
         parents.append([*own, *[-1] * (room - count)])
     depth = max(max(segment.depths) for segment in segments)
@@ -235,7 +231,7 @@ def test_trees_that_the_device_places_have_the_inputs_of_staged_ones(
     staged, placed = (CapturedPass(decoder, cache, shape, (), walks, None) for _ in range(2))
     staged.fill(segments, None)
     table = staged.inputs.table.clone()
-    for slot in range(3):  # the host stages no rows behind the nodes
+    for slot in range(3):  # the host stages no rows after the nodes
         table[slot, : lengths[slot] + room + 1] = torch.from_numpy(
             cache.pages.rows[slot, : lengths[slot] + room + 1].astype("int64")
         )
@@ -246,15 +242,15 @@ def test_trees_that_the_device_places_have_the_inputs_of_staged_ones(
     for slot, segment in enumerate(segments):
         count = len(segment.tokens)
         for name in ("ids", "positions", "rows"):
-            ours, theirs = (getattr(e.inputs, name).view(4, 16)[slot] for e in (placed, staged))
-            assert torch.equal(ours[:count], theirs[:count]), name
+            actual, expected = (getattr(e.inputs, name).view(4, 16)[slot] for e in (placed, staged))
+            assert torch.equal(actual[:count], expected[:count]), name
         assert segment.depths == tree.depths[slot, :count].tolist()
-        for ours, theirs in zip(placed.inputs.masks, staged.inputs.masks, strict=True):
-            assert torch.equal(ours[slot, :count], theirs[slot, :count])
+        for actual, expected in zip(placed.inputs.masks, staged.inputs.masks, strict=True):
+            assert torch.equal(actual[slot, :count], expected[slot, :count])
         if walks:
-            ours, theirs = (rows_of(e.inputs, e.inputs.table, shape) for e in (placed, staged))
+            actual, expected = (rows_of(e.inputs, e.inputs.table, shape) for e in (placed, staged))
             first = slot * shape.tokens
-            assert ours[first : first + count] == theirs[first : first + count]
+            assert actual[first : first + count] == expected[first : first + count]
 
 
 def test_keys_of_long_texts_get_larger_shapes() -> None:
@@ -285,7 +281,7 @@ def test_keys_of_long_texts_get_larger_shapes() -> None:
     ],
     ids=str,
 )
-def test_shapes(tokens: list[int], expected: tuple[int, int, int] | None) -> None:
+def test_shapes_of_passes(tokens: list[int], expected: tuple[int, int, int] | None) -> None:
     """Plain decoding of up to four requests has the shape of drafts of up to 15 tokens."""
     recorded, _, _ = pair(tiny.decoder(tiny.family("llama")), slots=17)
     segments = [chain(slot, [5] * count) for slot, count in enumerate(tokens)]
@@ -297,7 +293,7 @@ def test_shapes(tokens: list[int], expected: tuple[int, int, int] | None) -> Non
     "draft", ["suffix", "recycle", "model", "tree", "eagle", "medusa", "block"]
 )
 def test_speculation_with_recorded_passes_is_lossless(draft: str) -> None:
-    """Also the text of a target whose passes are not recorded; greedily and drawn."""
+    """Half of the requests are greedy, and half are sampled."""
     assert texts_of(draft, recorded=True) == plain()
 
 
@@ -324,11 +320,11 @@ def texts_of(name: str, recorded: bool) -> list[list[int]]:
 
 
 def _runners(proposers: Any) -> list[Runner]:
-    parts = [part for whole in proposers for part in whole.parts]
+    parts = [part for proposer in proposers for part in proposer.parts]
     return [part.runner for part in parts if isinstance(getattr(part, "runner", None), Runner)]
 
 
-def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_recording_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         own_attention = own_layers = False
 
@@ -365,7 +361,7 @@ def test_the_first_pass_of_a_shape_is_cold() -> None:
 
 
 def test_padding_uses_the_experts_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads no matrices that nobody needs."""
+    """Padding must not read weights of further experts."""
     choices: list[Tensor] = []
 
     def noted(*call: Any) -> Tensor:
@@ -374,7 +370,7 @@ def test_padding_uses_the_experts_of_the_first_token(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(experts, "on_device", noted)
     runner = Runner(
-        tiny.decoder(tiny.family("qwen3_moe")), tokens=64, page=4, slots=2, graphs=Again()
+        tiny.decoder(tiny.family("qwen3_moe")), tokens=64, page=4, slots=2, graphs=Rerun()
     )
     for slot in range(2):
         assert runner.cache.pages.grow(slot, 3)
@@ -386,7 +382,7 @@ def test_padding_uses_the_experts_of_the_first_token(monkeypatch: pytest.MonkeyP
         assert (segments[:, :3] != choice[0]).any()
 
 
-def test_passes_that_would_compute_all_experts_for_many_tokens_are_not_recorded() -> None:
+def test_large_passes_of_mixtures_are_not_recorded() -> None:
     decoder = tiny.decoder(tiny.family("qwen3_moe"))
     recorded, plain, graphs = pair(decoder, slots=32)
     assert recorded.captured is not None
@@ -399,8 +395,8 @@ def test_passes_that_would_compute_all_experts_for_many_tokens_are_not_recorded(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_the_host_waits_for_nothing_while_a_pass_is_computed(name: str, monkeypatch: Any) -> None:
-    """As in a graph, where waiting is an error."""
+def test_the_host_never_waits_while_a_pass_is_computed(name: str, monkeypatch: Any) -> None:
+    """In a CUDA graph, syncs is an error."""
     decoder = tiny.decoder(tiny.family(name))
     runner = Runner(decoder, tokens=64, page=4, slots=1, graphs=RecordedOperations())
     assert runner.captured is not None and runner.cache.pages.grow(0, 3)
@@ -408,13 +404,13 @@ def test_the_host_waits_for_nothing_while_a_pass_is_computed(name: str, monkeypa
         monkeypatch.setattr(experts, "on_device", compute)
         captured = runner.captured.new_pass(PassShape(1, 16, 256))
         captured.fill([chain(0, [5, 9, 11])], None)
-        with monkeypatch.context() as patch, Waiting(patch) as waiting:
+        with monkeypatch.context() as patch, SyncCounter(patch) as syncs:
             captured.compute()
-        assert (waiting.count > 0) == waits
+        assert (syncs.count > 0) == waits
 
 
-def test_a_number_of_the_host_in_a_pass_is_found() -> None:
-    """The stand-in for a graph fails where a graph would: what was not recorded stays as it was."""
+def test_the_recorder_detects_numbers_computed_by_the_host() -> None:
+    """As in a graph, an operation that was not recorded is not repeated."""
     number = torch.tensor([3.0])
     source = torch.tensor([1.0])
     result, again = RecordedOperations().record(lambda: source * float(number))
@@ -424,11 +420,11 @@ def test_a_number_of_the_host_in_a_pass_is_found() -> None:
     assert result.tolist() == [6.0]
 
 
-class Waiting(TorchDispatchMode):
-    """Counts what would wait for a device, on the CPU: values that the host asks for, sizes that
-    depend on values, and tensors made on the device from the host's numbers."""
+class SyncCounter(TorchDispatchMode):
+    """Counts operations on the CPU that would wait for a device: reads of values, sizes that depend
+    on values, and tensors made on the device from the host's numbers."""
 
-    ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+    SYNCING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -455,7 +451,8 @@ class Waiting(TorchDispatchMode):
         by_mask = name == "index" and any(
             isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
         )
-        self.count += name in self.ASKING or by_mask
+        if name in self.SYNCING or by_mask:
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -465,7 +462,8 @@ class Waiting(TorchDispatchMode):
 def test_a_step_waits_for_the_device_at_most_twice(
     draft: str, most: int, temperature: float, options: dict[str, Any], monkeypatch: Any
 ) -> None:
-    """Once for the draft of a draft model, however deep, and once for the target's tokens."""
+    """It waits once for the draft of a draft model, of any depth, and once for the target's
+    tokens."""
     engine = build.engine(drafts=[draft])
     for runner in (engine.target, *_runners(engine.proposers.values())):
         runner.graphs = RecordedOperations()
@@ -477,8 +475,8 @@ def test_a_step_waits_for_the_device_at_most_twice(
         engine.add(prompt, params, draft=draft, depth=5)
     for _ in range(6):  # prompts are read and shapes recorded
         engine.step_or_raise()
-    with monkeypatch.context() as patch, Waiting(patch) as waiting:
+    with monkeypatch.context() as patch, SyncCounter(patch) as syncs:
         for _ in range(3):
-            waiting.count = 0
+            syncs.count = 0
             events = engine.step_or_raise()
-            assert events and waiting.count <= most
+            assert events and syncs.count <= most

@@ -1,7 +1,6 @@
-"""The native kernels: right against torch, and the same bits for a row whatever else is in the
-pass.
+"""The native kernels agree with torch, and a row has the same bits whatever else is in the pass.
 
-That second property is what makes speculative text equal plain text in every precision, near ties
+The second property makes speculative output equal plain output in every precision, near ties
 included."""
 
 import functools
@@ -38,7 +37,7 @@ from tests.engine import build
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
 FORMS = ("float32", "bfloat16", "int8", "int4")
-DRAFTERS = ["llama", "gemma2", "gpt2"]  # no windows, windows and a soft cap, learned positions
+DRAFTERS = ["llama", "gemma2", "gpt2"]  # plain, with windows and softcap, with learned positions
 NAMES = [*tiny.FAMILIES, *tiny.VARIANTS]
 
 
@@ -55,7 +54,7 @@ def decoder(name: str, form: str, draft: bool = False) -> NativeDecoder:
 
 
 def cache(model: NativeDecoder, tokens: int = 128, page: int = 4) -> KVCache:
-    """A cache whose slot 1 has room for `tokens` tokens, in pages that do not lie in a row."""
+    """Return a cache whose slot 1 has room for `tokens` tokens in pages that are not adjacent."""
     kv = KVCache(
         model.config,
         tokens=512,
@@ -78,15 +77,15 @@ def ids(count: int, seed: int = 1) -> list[int]:
     ).tolist()
 
 
-def test_buffers_of_a_long_pass_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of a long prompt took memory that never came back."""
+def test_buffers_of_a_long_pass_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a long prompt must not hold memory forever."""
     model, tokens = decoder("llama", "float32"), ids(100)
     first = model.forward([chain(tokens)], cache(model)).logits
     (buffers,) = {own.buffers for own in model._programs.values()}
     grown = buffers.arrays[program.LOGITS].nbytes
     monkeypatch.setattr(program, "KEPT_BYTES", 1 << 30)
     release_buffers()
-    assert buffers.arrays[program.LOGITS].nbytes == grown  # not worth it
+    assert buffers.arrays[program.LOGITS].nbytes == grown  # below the limit
     monkeypatch.setattr(program, "KEPT_BYTES", 0)
     release_buffers()
     assert not buffers.arrays
@@ -100,7 +99,7 @@ def chain(tokens: list[int]) -> Segment:
 
 
 def in_chunks(model: NativeDecoder, tokens: list[int], size: int) -> torch.Tensor:
-    """The logits of a text that is read in passes of so many tokens."""
+    """Return the logits of a text that is read in passes of `size` tokens."""
     kv, rows = cache(model), []
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
@@ -110,7 +109,7 @@ def in_chunks(model: NativeDecoder, tokens: list[int], size: int) -> torch.Tenso
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
-    """The nodes from the root of a tree to a node."""
+    """Return the nodes from the root of a tree to a node."""
     path: list[int] = []
     while node >= 0:
         path.insert(0, node)
@@ -126,13 +125,13 @@ def test_float32_agrees_with_torch(name: str) -> None:
     reference.cache.pages.grow(1, 60)
     kv, tokens = cache(model), ids(30)
     text = [chain(tokens)]
-    mine, theirs = model.forward(text, kv).logits, reference.forward(text).logits
-    assert (mine - theirs).abs().max() < 2e-4
+    actual, expected = model.forward(text, kv).logits, reference.forward(text).logits
+    assert (actual - expected).abs().max() < 2e-4
     kv.commit(1, range(20))
     reference.cache.commit(1, range(20))
     tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
-    mine, theirs = model.forward([tree], kv).logits, reference.forward([tree]).logits
-    assert (mine - theirs).abs().max() < 2e-4
+    actual, expected = model.forward([tree], kv).logits, reference.forward([tree]).logits
+    assert (actual - expected).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -147,7 +146,7 @@ def test_a_chunk_gives_the_bits_of_one_token_passes(name: str, form: str) -> Non
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt2"])
 def test_a_tree_gives_the_bits_of_its_paths(name: str, form: str) -> None:
-    """Also beside another slot, and after a path that was not contiguous is committed."""
+    """This holds beside another slot, too, and after a commit of a path that is not contiguous."""
     model, prompt = decoder(name, form), ids(21)
     kv = cache(model)
     model.forward([chain(prompt)], kv)
@@ -164,16 +163,15 @@ def test_a_tree_gives_the_bits_of_its_paths(name: str, form: str) -> None:
     assert torch.equal(after, in_chunks(model, prompt + kept + ids(3, 5), 1)[-3:])
 
 
-def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
-    """Nodes need no order of levels: what a short path left out of a group of keys is read again
-    for a long one."""
+def test_a_tree_with_interleaved_branches_gives_the_bits_of_its_paths() -> None:
+    """Nodes need not be ordered by level: keys of a group that a short path skips are read for a
+    long one."""
     model, prompt = decoder("llama", "float32"), ids(64)
     kv = cache(model)
     model.forward([chain(prompt)], kv)
     kv.commit(1, range(64))
-    # the root, a path of nine (1 to 9), one of four (10 to 13), two more so that those behind them,
-    # which take turns, are read together: one more of either path, one beside the fifth of the long
-    # one, one more of that
+    # The root, a path of nine nodes (1 to 9), one of four (10 to 13), two more nodes so that the
+    # kernel reads the rest together: the next node of either path, a sibling of node 5, its child.
     parents = [-1, *range(9), 0, 10, 11, 12, 0, 0, 9, 13, 4, 16]
     tokens = ids(len(parents), 3)
     logits = model.forward([Segment(1, tokens, parents, list(range(len(parents))))], kv).logits
@@ -182,14 +180,14 @@ def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
         assert torch.equal(logits[node], in_chunks(model, prompt + path, 1)[-1]), node
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    """Those of its parent are not there: it used to wait for them."""
+def test_a_forked_child_starts_its_own_threads() -> None:
+    """Its parent's threads do not exist in the child, which must not wait for them."""
     model, tokens = decoder("llama", "int8"), ids(33)
     native.start(2)
     expected = model.forward([chain(tokens)], cache(model)).logits
     child = os.fork()
     if not child:
-        signal.alarm(60)  # rather than wait for ever
+        signal.alarm(60)  # end the child if it hangs
         with suppress(BaseException):
             same = torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
             native.start(3)
@@ -201,9 +199,8 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 
 @pytest.mark.parametrize("instructions", ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_instruction_set_computes_the_same_thing(instructions: str, form: str) -> None:
-    """The bits may differ between instruction sets, the values hardly; within one, rows are
-    invariant."""
+def test_all_instruction_sets_agree(instructions: str, form: str) -> None:
+    """Values agree closely between instruction sets; within one, the bits of a row are invariant."""
     model, tokens = decoder("qwen3", form), ids(25)
     expected = model.forward([chain(tokens)], cache(model)).logits
     try:
@@ -220,34 +217,33 @@ def test_every_instruction_set_computes_the_same_thing(instructions: str, form: 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 64), (70, 200), (256, 513)])
 @pytest.mark.parametrize("form", FORMS)
-def test_products_against_float64_and_row_by_row(form: str, shape: tuple[int, int]) -> None:
+def test_products_agree_with_float64_and_single_rows(form: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
     weight, bias = torch.randn(shape), torch.randn(shape[0])
     x = torch.randn(64, shape[1])
     x[:, 0] *= 100  # an outlier channel, as real models have
     product = Linear(weight, form, bias)
-    whole = product(x)
+    found = product(x)
     exact = x.double() @ weight.double().T + bias
-    error = ((whole - exact).norm() / exact.norm()).item()
+    error = ((found - exact).norm() / exact.norm()).item()
     assert error < {"float32": 1e-6, "bfloat16": 6e-3, "int8": 2.5e-2, "int4": 0.12}[form]
     single = torch.cat([product(row[None]) for row in x])
-    assert torch.equal(whole, single)
+    assert torch.equal(found, single)
     for count in (2, 3, 5, 8, 9, 12, 13, 16, 25):
         assert torch.equal(product(x[:count]), single[:count])
 
 
 @pytest.mark.parametrize("form", ["float32", "int8"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_chain_in_one_call_is_the_chain_level_by_level(
+def test_chains_drafted_in_one_call_equal_those_drafted_level_by_level(
     name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several requests, each with its own depth and temperature, in pages that do not lie in a
-    row."""
+    """Several requests have their own depths and temperatures, and pages that are not adjacent."""
     model = decoder(name, form, draft=True)
     depths, temperatures, lengths = (5, 1, 7, 4), (0.8, 0.0, 1.3, 0.0), (9, 30, 1, 14)
     drafts = []
-    for whole in (True, False):
-        if not whole:
+    for in_one_call in (True, False):
+        if not in_one_call:
             monkeypatch.setattr(Runner, "draft_chains", lambda *_: None)
         drafter = DraftModel(Runner(model, tokens=256, page=4, slots=4), tiny.VOCAB - 3)
         rows = [
@@ -272,10 +268,10 @@ def test_a_chain_in_one_call_is_the_chain_level_by_level(
                 for row, draft in zip(rows, drafts[-1], strict=True)
             ]
         drafter.runner.cache.pages.check()
-    for mine, theirs in zip(drafts[:3], drafts[3:], strict=True):
-        assert [len(draft) - 1 for draft in mine] == list(depths)
-        assert mine == theirs
-        assert max(max(draft.tokens[1:]) for draft in mine) < tiny.VOCAB - 3
+    for native_drafts, expected in zip(drafts[:3], drafts[3:], strict=True):
+        assert [len(draft) - 1 for draft in native_drafts] == list(depths)
+        assert native_drafts == expected
+        assert max(max(draft.tokens[1:]) for draft in native_drafts) < tiny.VOCAB - 3
 
 
 def test_visible_paths() -> None:
@@ -288,8 +284,7 @@ def test_visible_paths() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_speculative_text_equals_plain_text(family: str, form: str, temperature: float) -> None:
-    """Several requests, small chunks, preemption: equal without any tolerance in every
-    precision."""
+    """With several requests, small chunks and preemption, tokens are equal in every precision."""
     outputs = {}
     for draft in ("off", "suffix", "tree"):
         small = Runner(decoder(family, "int8", draft=True), tokens=build.SMALL, page=4, slots=8)
@@ -322,7 +317,7 @@ print(peak() - before, decoder.weight_bytes + decoder.weights.embed.nbytes + llm
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 MB of weights, in matrices of 8 to 47 MB."""
+    """A model with 200 MB of weights, in matrices of 8 to 47 MB."""
     directory = tmp_path_factory.mktemp("large")
     sizes = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, vocab_size=2048)
     model = tiny.hf_model(
@@ -341,20 +336,19 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loading_takes_little_more_than_the_weights(
     large: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No second copy of them is alive at any time."""
+    """There is never a second copy of the weights."""
     monkeypatch.setenv("FORERUN_CACHE", "off")
     command = [sys.executable, "-c", MEMORY, str(large), quantization]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    took, held = map(int, done.stdout.split())
-    assert took - held < 100e6, (took, held)
+    peak, held = map(int, done.stdout.split())
+    assert peak - held < 100e6, (peak, held)
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
-    """Blocks of keys are read where they are, or gathered first; tokens that see the same blocks
-    share them."""
+def test_the_page_size_does_not_change_the_bits(name: str, form: str) -> None:
+    """Blocks of keys are read in place or gathered; tokens that see the same blocks share them."""
     model, prompt = decoder(name, form), ids(75)
     tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
     found = []
@@ -366,8 +360,8 @@ def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
     assert all(torch.equal(logits, found[0]) for logits in found[1:])
 
 
-def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
-    """Freeing what lay behind it used to count down within its own numbers."""
+def test_a_matrix_larger_than_a_slab_shares_it_with_no_other() -> None:
+    """Freeing matrices behind it must not write into its values."""
     large = PackedMatrix(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
     before = large.data.copy()
     small = [PackedMatrix(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
@@ -386,7 +380,7 @@ def test_threads_do_not_change_the_bits(threads_: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_avx_vnni_computes_the_bits_of_avx2(form: str) -> None:
-    """Sums of integers are exact however they are made, and all else is the same code."""
+    """Sums of integers are exact in either instruction set, and all other code is shared."""
     model, tokens, logits = decoder("qwen3", form), ids(25), []
     try:
         for instructions in ("avx2", "avxvnni"):
@@ -400,11 +394,11 @@ def test_avx_vnni_computes_the_bits_of_avx2(form: str) -> None:
 
 
 def test_outliers_do_not_drown_their_neighbours_in_int8() -> None:
-    """One activation a hundred times the rest costs precision in its group of 64 only."""
+    """An activation a hundred times as large as others reduces precision in its group of 64 only."""
     torch.manual_seed(3)
     weight, x = torch.randn(64, 512), torch.randn(4, 512)
     x[:, 7] = 100.0
     rest = weight.clone()
-    rest[:, :64] = 0  # what the other groups contribute
+    rest[:, :64] = 0  # the contribution of the other groups
     exact = x.double() @ rest.double().T
     assert ((Linear(rest, "int8")(x) - exact).norm() / exact.norm()).item() < 0.012

@@ -1,6 +1,5 @@
-"""Native products on a GGUF file's own numbers: right to float32's last digits, and the same bits
-for a row whatever else is in the pass, in every format and instruction set. Speculative text equals
-plain text on such models."""
+"""Native products with the quantised weights of a GGUF file are accurate to float32's last digits,
+and a row has the same bits whatever else is in the pass, in all formats and instruction sets."""
 
 import functools
 
@@ -64,19 +63,19 @@ def test_chunks_and_trees_give_the_bits_of_one_token_passes(
 
 
 def activations(rows: int, inputs: int) -> torch.Tensor:
-    """Numbers that int8 in groups of 64 holds exactly: whole ones up to 127, which each group has,
-    times a power."""
+    """Return values that int8 in groups of 64 represents exactly: integers up to 127, which occurs
+    in each group, times a power of two."""
     generator = torch.Generator().manual_seed(inputs)
-    whole = torch.randint(-127, 128, (rows, -(-inputs // 64), 64), generator=generator).float()
-    whole[..., 5] = 127
-    whole[0] = torch.where(whole[0] < 0, -127.0, 127.0)  # the largest sums there are
-    scale = 2.0 ** torch.randint(-8, 3, whole.shape[:2], generator=generator)
-    return (whole * scale[..., None]).flatten(1)[:, :inputs].contiguous()
+    integers = torch.randint(-127, 128, (rows, -(-inputs // 64), 64), generator=generator).float()
+    integers[..., 5] = 127
+    integers[0] = torch.where(integers[0] < 0, -127.0, 127.0)  # the largest possible sums
+    scale = 2.0 ** torch.randint(-8, 3, integers.shape[:2], generator=generator)
+    return (integers * scale[..., None]).flatten(1)[:, :inputs].contiguous()
 
 
 def product(packed: PackedMatrix, x: torch.Tensor, **options: object) -> torch.Tensor:
-    """x [m, K] times a packed matrix transposed, as a program of one operation; gated layers have
-    half the outputs."""
+    """Return x [m, K] times a packed matrix transposed, from a program of one operation; gated
+    layers have half the outputs."""
     outputs = packed.matrix.outputs // (2 if options.get("gated") else 1)
     return run([(packed, options)], x, outputs)
 
@@ -84,7 +83,7 @@ def product(packed: PackedMatrix, x: torch.Tensor, **options: object) -> torch.T
 def run(
     products: list[tuple[PackedMatrix, dict[str, object]]], x: torch.Tensor, outputs: int
 ) -> torch.Tensor:
-    """The outputs [m, outputs] of products with x, one after the other."""
+    """Return the outputs [m, outputs] of products with x, one after the other."""
     bench = Bench([x.shape[1], outputs], len(x), seed=0)
     bench.buffers[0][:] = x.numpy()
     ops = [
@@ -96,19 +95,19 @@ def run(
 
 
 def close(found: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> bool:
-    """Within a millionth of what the terms of each sum amount to: minima may cancel most of it."""
+    """Return True if each sum is within a millionth of the sum of its terms' absolute values, since
+    minima may cancel most of it."""
     exact, size = x.double() @ weight.T.double(), x.double().abs() @ weight.T.double().abs()
     return bool(((found - exact).abs() <= 1e-6 * size).all())
 
 
 SHAPES = [(1, 256), (33, 512), (70, 1280)]  # outputs, inputs
-ODD = [(45, 32), (33, 96), (70, 416)]  # of types in blocks of 32
+ODD = [(45, 32), (33, 96), (70, 416)]  # for types in blocks of 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_the_numbers_in_the_file(kind: str, instructions: str) -> None:
-    """From one row to nine, in any company, with scales of both signs, zero, and the largest there
-    are."""
+def test_products_equal_those_of_the_dequantised_weights(kind: str, instructions: str) -> None:
+    """Covers one to nine rows, and scales of both signs, zero, and the largest possible ones."""
     for outputs, inputs in SHAPES if kind in gguf_files.SUPER else ODD + SHAPES:
         for rows in (
             gguf_files.random_rows(kind, outputs, inputs, 0.1, seed=inputs),
@@ -127,9 +126,8 @@ def test_products_are_those_of_the_numbers_in_the_file(kind: str, instructions: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gate_and_up_interleaved(kind: str, instructions: str) -> None:
-    """A block holds 16 outputs of the gate and the 16 of what it lets through, wherever the file
-    has them."""
+def test_interleaved_gate_and_up_matrices(kind: str, instructions: str) -> None:
+    """A block holds 16 outputs of the gate and the same 16 of the up matrix."""
     x = activations(5, 256) / 64
     for inner in (16, 23, 48):
         parts = [(kind, gguf_files.random_rows(kind, inner, 256, 0.05, seed)) for seed in (1, 2)]
@@ -144,13 +142,14 @@ def test_gate_and_up_interleaved(kind: str, instructions: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
-def test_a_gate_of_another_type_lets_the_same_through(activation: str, instructions: str) -> None:
-    """Gates and ups as matrices of their own, as decoders record them, give the bits of one matrix
-    that holds both."""
+def test_separate_gate_and_up_matrices_give_the_bits_of_a_gated_one(
+    activation: str, instructions: str
+) -> None:
+    """Decoders record separate matrices if gate and up have different types."""
     x, number = activations(5, 64), native.ACTIVATIONS[activation]
     before: dict[str, object] = dict(activation=number)
     after: dict[str, object] = dict(combine=native.TIMES)
-    if activation == "clamped_swiglu":  # it bounds both
+    if activation == "clamped_swiglu":  # it clamps both
         before, after = {}, dict(combine=native.GATED, activation=number)
     for inner in (16, 23, 48, 70):
         parts = [("Q8_0", gguf_files.random_rows("Q8_0", inner, 64, 2.0, seed)) for seed in (1, 2)]
@@ -166,9 +165,8 @@ def test_a_gate_of_another_type_lets_the_same_through(activation: str, instructi
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_rows_of_several_types_are_a_matrix_for_each(gated: bool) -> None:
-    """Values of another type than queries and keys; a gate of another type than what it lets
-    through."""
+def test_rows_of_several_types_are_packed_as_one_matrix_per_type(gated: bool) -> None:
+    """Values may have another type than queries and keys, and gates another than up matrices."""
     native.start(2)
     parts = [
         (kind, gguf_files.random_rows(kind, 48, 256, 0.1, seed=i))

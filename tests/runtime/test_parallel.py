@@ -1,4 +1,4 @@
-"""Tensor parallelism: forward passes and texts equal those of one process; failures are one line."""
+"""Tensor parallelism gives the logits and outputs of one process, and one-line errors."""
 
 import os
 import select
@@ -29,7 +29,7 @@ TREE = Segment(0, [5, 9, 11, 7, 9], [-1, 0, 0, 1, 2], [0, 1, 2, 3, 4])
 
 
 def logits_of(runner: Runner) -> torch.Tensor:
-    """Logits of a prompt, a tree behind it, and a step of two slots after committing a path."""
+    """Return the logits of a prompt, a tree after it, and a step of two slots after a commit."""
     for slot in (0, 1):
         runner.cache.pages.grow(slot, 40)
     prompt = Segment.chain(0, list(range(3, 20)), [16])
@@ -44,30 +44,31 @@ def logits_of(runner: Runner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "of"),
+    ("name", "num_ranks"),
     [(name, 2) for name in ("llama", "phi3", "gemma2", "gpt2", "llama-biased", "llama/q4_k_m")]
     + [("gpt2", 3)],
 )
-def test_forward_passes_equal_those_of_one_process(name: str, of: int, tmp_path: Path) -> None:
-    """Also if heads, channels and tokens do not divide evenly; each part has its share of bytes."""
+def test_forward_passes_equal_those_of_one_process(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """Heads, channels and tokens need not divide evenly; each shard has its share of the bytes."""
     directory, double, cpu = tiny.family(name), torch.float64, torch.device("cpu")
-    whole = load_decoder(directory, double, cpu, 64)
+    full = load_decoder(directory, double, cpu, 64)
 
-    def do(rank: int) -> tuple[torch.Tensor, int]:
-        store = distributed.FileStore(str(tmp_path / "store"), of)
-        group = distributed.ProcessGroupGloo(store, rank, of, timedelta(seconds=60))
-        part = ShardedDecoder(
-            load_config(directory), directory, double, cpu, 64, Shard(rank, of, group)
-        )
+    def run(rank: int) -> tuple[torch.Tensor, int]:
+        store = distributed.FileStore(str(tmp_path / "store"), num_ranks)
+        group = distributed.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=60))
+        shard = Shard(rank, num_ranks, group)
+        part = ShardedDecoder(load_config(directory), directory, double, cpu, 64, shard)
         return logits_of(Runner(part, **SIZES)), part.weight_bytes
 
-    with ThreadPoolExecutor(of) as pool:  # threads stand for processes, each with its own group
-        found = list(pool.map(do, range(of)))
-    expected = logits_of(Runner(whole, **SIZES))
+    with ThreadPoolExecutor(num_ranks) as pool:  # threads stand for processes with own groups
+        found = list(pool.map(run, range(num_ranks)))
+    expected = logits_of(Runner(full, **SIZES))
     for logits, _ in found:
         assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-9)
-    assert sum(size for _, size in found) == whole.weight_bytes
-    assert max(size for _, size in found) < 1.2 / of * whole.weight_bytes + 4096
+    assert sum(size for _, size in found) == full.weight_bytes
+    assert max(size for _, size in found) < 1.2 / num_ranks * full.weight_bytes + 4096
 
 
 def test_more_processes_than_heads_are_refused() -> None:
@@ -82,14 +83,14 @@ def test_more_processes_than_heads_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def parted() -> LLM:
+def sharded() -> LLM:
     return LLM(
         tiny.family("llama"), tensor_parallel=2, dtype="float64", kv_tokens=1024, max_rows=4,
         draft=["suffix", f"model:{tiny.family('llama', seed=1)}"], width=2,
     )  # fmt: skip
 
 
-def test_texts_equal_those_of_one_process(parted: LLM) -> None:
+def test_outputs_equal_those_of_one_process(sharded: LLM) -> None:
     """In batches, with draft trees, shared prefixes, and after a reset."""
     single = LLM(tiny.family("llama"), kernels="torch", draft="off", max_rows=4, **EXACT)
     prompts = [[3, 4, 5, 6] * 6, [7, 8, 9], [3, 4, 5, 6] * 6 + [11, 12]]
@@ -99,16 +100,16 @@ def test_texts_equal_those_of_one_process(parted: LLM) -> None:
         )
         expected = [c.token_ids for c in single.generate(prompts, params)]
         for draft, depth in (("off", "auto"), ("suffix", 4), ("model", 3), ("suffix&model", 4)):
-            done = parted.generate(prompts, replace(params), draft=draft, depth=depth)
+            done = sharded.generate(prompts, replace(params), draft=draft, depth=depth)
             assert [c.token_ids for c in done] == expected, draft
-    parted.engine.reset()
-    assert [c.token_ids for c in parted.generate(prompts, params)] == expected
+    sharded.engine.reset()
+    assert [c.token_ids for c in sharded.generate(prompts, params)] == expected
 
 
-def test_what_needs_the_whole_model_is_refused(parted: LLM) -> None:
+def test_drafters_that_need_the_full_model_are_refused(sharded: LLM) -> None:
     with pytest.raises(ConfigError, match="leave tensor_parallel out"):
         LLM(tiny.family("llama"), tensor_parallel=2, draft="self:layers=2", **EXACT)
-    view = view_of(parted.decoder)  # what heads on its states would share
+    view = view_of(sharded.decoder)  # what drafting heads would use
     for use in (
         lambda: view.embed(torch.tensor([1])),
         lambda: view.head(torch.zeros(1, 32)),
@@ -118,11 +119,11 @@ def test_what_needs_the_whole_model_is_refused(parted: LLM) -> None:
             use()
 
 
-def test_a_worker_that_dies_is_one_line() -> None:
+def test_the_death_of_a_worker_raises_a_one_line_error() -> None:
     llm = LLM(tiny.family("llama"), tensor_parallel=2, draft="off", **EXACT)
-    (other,) = llm.decoder.before_forward.__self__.processes  # type: ignore[union-attr]
-    other.kill()
-    other.wait()
+    (worker,) = llm.decoder.before_forward.__self__.processes  # type: ignore[union-attr]
+    worker.kill()
+    worker.wait()
     for _ in range(2):
         with pytest.raises(ForerunError, match="load it again") as failed:
             llm.generate([3, 4, 5], SamplingParams.pure(max_tokens=4))
@@ -140,9 +141,9 @@ def test_workers_end_with_the_leader() -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     ) as leader:
         assert leader.stdout
-        other = os.pidfd_open(int(leader.stdout.readline()))
+        worker = os.pidfd_open(int(leader.stdout.readline()))
         leader.kill()
         waiting = select.poll()
-        waiting.register(other, select.POLLIN)
+        waiting.register(worker, select.POLLIN)
         assert waiting.poll(20_000), "the worker goes on without the leader"
-        os.close(other)
+        os.close(worker)

@@ -1,7 +1,7 @@
-"""Recurrent layers in recorded passes: the bits of the reference, and of plain decoding.
+"""Recurrent layers in recorded passes have the bits of the reference and of plain decoding.
 
-The layers run alone here, over inputs that depend on the token only. Products and attention around
-them have other shapes in recorded passes, and so other bits on a CPU."""
+The layers run alone, on inputs that depend on the token only, since products and attention have
+other shapes in recorded passes, and so other bits on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from forerun.runtime.torch_runner import Runner
 from tests import tiny
 from tests.cache.test_recurrent import PAGE, chain, names, random_path, text
 from tests.engine import build
-from tests.engine.test_device_steps import Waits
+from tests.engine.test_device_steps import HostSyncs
 from tests.runtime.test_captured import RecordedOperations
 
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ SLOTS = 3
 
 @pytest.fixture(autouse=True)
 def same_bits_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, torch computes whole vectors by other functions than the rest of a tensor, with
-    other last bits. These have the same."""
+    """Replace functions whose last bits on a CPU differ between torch's vectorised loop and the
+    remainder of a tensor."""
     monkeypatch.setattr(recurrent.F, "softplus", lambda x: torch.log1p(torch.exp(x)))
     monkeypatch.setattr(torch, "sigmoid", lambda x: 1 / (1 + torch.exp(-x)))
 
@@ -50,7 +50,7 @@ def model(name: str) -> Decoder:
 
 @functools.cache
 def table(name: str, layer: int) -> tuple[Tensor, Tensor]:
-    """Random inputs of the convolution and of decays, by token."""
+    """Return random inputs of the convolution and of decays, by token."""
     r = model(name).config.recurrent
     assert r is not None
     generator = torch.Generator().manual_seed(layer)
@@ -63,8 +63,8 @@ class Layers:
     """The recurrent layers of a model over the states of `SLOTS` slots.
 
     Attributes:
-        lengths: by slot, committed tokens.
-        recordings: by shape and steps.
+        lengths: number of committed tokens by slot.
+        recordings: recordings by shape and steps.
     """
 
     def __init__(self, name: str) -> None:
@@ -74,7 +74,7 @@ class Layers:
         self.recordings: dict[tuple[PassShape, Steps], Recording] = {}
 
     def run(self, recur: Recurrence | RecordedRecurrence, tokens: Tensor) -> Tensor:
-        """The outputs of all layers, [layers, T, inner]."""
+        """Return the outputs of all layers, [layers, T, inner]."""
         found = []
         for layer in self.states.layout.layers:
             weights = self.model.weights.layers[layer].recurrent
@@ -85,7 +85,7 @@ class Layers:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], is_recorded: bool) -> list[Tensor]:
-        """The outputs of each segment, [layers, tokens, inner]."""
+        """Return the outputs of each segment, [layers, tokens, inner]."""
         counts = [len(segment.tokens) for segment in segments]
         if not is_recorded:
             plan = self.states.plan(segments, self.lengths)
@@ -127,7 +127,7 @@ class Recording:
     def fill(self, segments: Sequence[Segment]) -> None:
         self.recurrence.fill(self.numbers.numpy(), segments)
         padded = self.tokens.view(self.shape.segments, self.shape.tokens)
-        padded.random_(tiny.VOCAB)  # what is in padding does not matter
+        padded.random_(tiny.VOCAB)  # padding must not matter
         for row, segment in zip(padded, segments, strict=False):
             row[: len(segment.tokens)] = torch.tensor(segment.tokens)
 
@@ -139,34 +139,34 @@ class Recording:
         return list(self.output.clone().unflatten(1, self.shape[:2]).unbind(1))
 
 
-def random_segments(chance: random.Random, most: int = 9) -> list[Segment]:
-    """Chains and trees in several slots."""
+def random_segments(dice: random.Random, most: int = 9) -> list[Segment]:
+    """Return chains and trees in several slots."""
     segments = []
-    for slot in chance.sample(range(SLOTS), chance.randint(1, SLOTS)):
-        count, parents = chance.choice([1, 1, 2, 5, most]), [-1]
-        reach = chance.choice([1, 3])
-        parents += [chance.randint(max(0, i - reach), i - 1) for i in range(1, count)]
-        segments.append(Segment(slot, text(count, chance.randrange(999)), parents, []))
+    for slot in dice.sample(range(SLOTS), dice.randint(1, SLOTS)):
+        count, parents = dice.choice([1, 1, 2, 5, most]), [-1]
+        reach = dice.choice([1, 3])
+        parents += [dice.randint(max(0, i - reach), i - 1) for i in range(1, count)]
+        segments.append(Segment(slot, text(count, dice.randrange(999)), parents, []))
     return segments
 
 
 def compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
-def compare_memory(ours: RecurrentStates, theirs: RecurrentStates) -> None:
-    """Compare states, pending records, what convolutions begin with, and copies."""
-    assert ours.pending == theirs.pending and ours._half == theirs._half
-    width = ours.layout.states
-    assert torch.equal(ours.data[:, :width], theirs.data[:, :width])
-    for slot, (pending, half) in enumerate(zip(ours.pending, ours._half, strict=True)):
-        assert torch.equal(ours.histories[slot, half], theirs.histories[slot, half])
-        own, other = (each.records[slot, half, :, :pending] for each in (ours, theirs))
-        assert torch.equal(own, other)
-        assert ours._unnamed[slot].keys() == theirs._unnamed[slot].keys()
-        for length, copy in ours._unnamed[slot].items():
-            assert torch.equal(copy, theirs._unnamed[slot][length])
+def compare_memory(actual: RecurrentStates, expected: RecurrentStates) -> None:
+    """Compare states, pending records, convolution histories, and copies."""
+    assert actual.pending == expected.pending and actual._half == expected._half
+    width = actual.layout.states
+    assert torch.equal(actual.data[:, :width], expected.data[:, :width])
+    for slot, (pending, half) in enumerate(zip(actual.pending, actual._half, strict=True)):
+        assert torch.equal(actual.histories[slot, half], expected.histories[slot, half])
+        records = [each.records[slot, half, :, :pending] for each in (actual, expected)]
+        assert torch.equal(*records)
+        assert actual._unnamed[slot].keys() == expected._unnamed[slot].keys()
+        for length, copy in actual._unnamed[slot].items():
+            assert torch.equal(copy, expected._unnamed[slot][length])
 
 
 @names
@@ -174,67 +174,66 @@ def compare_memory(ours: RecurrentStates, theirs: RecurrentStates) -> None:
 def test_recorded_passes_have_the_bits_of_the_reference(
     name: str, interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some passes are recorded and others not, over the same memory: trees, chains, levels of a
-    draft one after the other, tokens that are taken back, and copies at borders."""
+    """Recorded and unrecorded passes share the memory: trees, chains, drafts read level by level,
+    rewound tokens, and copies at page borders."""
     monkeypatch.setattr(recurrent, "INTERVAL", interval)
-    ours, theirs, chance = Layers(name), Layers(name), random.Random(interval)
-    both = ours, theirs
+    recorded, reference, dice = Layers(name), Layers(name), random.Random(interval)
+    both = recorded, reference
     for turn in range(40):
-        segments = random_segments(chance)
-        is_recorded = chance.random() < 0.8
-        compare(ours.forward(segments, is_recorded), theirs.forward(segments, False))
+        segments = random_segments(dice)
+        is_recorded = dice.random() < 0.8
+        compare(recorded.forward(segments, is_recorded), reference.forward(segments, False))
         if turn % 5 == 4:
             segments = [next_level(segment) for segment in segments]
-            assert steps_of(segments, PassShape(4, 16, 256), ours.states) is None
+            assert steps_of(segments, PassShape(4, 16, 256), recorded.states) is None
             compare(*(each.forward(segments, is_recorded=False) for each in both))
-        paths = [random_path(whole(segment), chance) for segment in segments]
+        paths = [random_path(as_one_pass(segment), dice) for segment in segments]
         for segment, path in zip(segments, paths, strict=True):
             for each in both:
                 each.commit(segment.slot, path)
                 if turn % 4 == 3 and len(path) > 1:
                     assert each.states.rewind(segment.slot, 1)
                     each.lengths[segment.slot] -= 1
-        compare_memory(ours.states, theirs.states)
-    assert sum(map(len, ours.states._unnamed)) > 6 or interval > 8
-    assert len({steps for _, steps in ours.recordings}) > 4
+        compare_memory(recorded.states, reference.states)
+    assert sum(map(len, recorded.states._unnamed)) > 6 or interval > 8
+    assert len({steps for _, steps in recorded.recordings}) > 4
 
 
 @names
 def test_more_pending_tokens_than_a_recording_applies(name: str) -> None:
-    ours, theirs = Layers(name), Layers(name)
+    recorded, reference = Layers(name), Layers(name)
     for turn in range(4):
-        for each in (ours, theirs):
+        for each in (recorded, reference):
             each.forward([Segment(1, text(40, turn), chain(40), [])], is_recorded=False)
             each.commit(1, range(40))
         segments = [Segment(slot, [5, 9], chain(2), []) for slot in range(2)]
-        compare(ours.forward(segments, True), theirs.forward(segments, False))
-        for each in (ours, theirs):
+        compare(recorded.forward(segments, True), reference.forward(segments, False))
+        for each in (recorded, reference):
             each.commit(0, [0])
             each.commit(1, [0, 1])
-        compare_memory(ours.states, theirs.states)
-    assert len(ours.recordings) == 1
+        compare_memory(recorded.states, reference.states)
+    assert len(recorded.recordings) == 1
 
 
 def next_level(segment: Segment) -> Segment:
-    """Two nodes behind those of a segment, which an earlier pass has read."""
+    """Return two nodes behind those of a segment that an earlier pass has read."""
     count = len(segment.tokens)
     return Segment(segment.slot, [5, 7], [*segment.parents, count - 1, 0], [], offset=count)
 
 
-def whole(segment: Segment) -> Segment:
-    """A segment as if one pass had read all its nodes."""
+def as_one_pass(segment: Segment) -> Segment:
+    """Return the segment of a single pass over all nodes."""
     return Segment(segment.slot, [0] * len(segment.parents), segment.parents, [])
 
 
 @names
 def test_a_node_has_the_bits_of_plain_decoding(name: str) -> None:
-    """Chains and trees beside other requests, against single tokens of a slot alone, all
-    recorded."""
-    drafted, plain, chance = Layers(name), Layers(name), random.Random(3)
+    """Compares chains and trees in a batch with single tokens of one slot, all recorded."""
+    drafted, plain, dice = Layers(name), Layers(name), random.Random(3)
     for _ in range(16):
-        segments = random_segments(chance, most=16)
+        segments = random_segments(dice, most=16)
         for segment, found in zip(segments, drafted.forward(segments, True), strict=True):
-            path = random_path(segment, chance)
+            path = random_path(segment, dice)
             drafted.commit(segment.slot, path)
             for node in path:
                 single = Segment(segment.slot, [segment.tokens[node]], [-1], [])
@@ -257,9 +256,9 @@ def test_trees_that_need_too_much_memory_run_unrecorded(monkeypatch: pytest.Monk
 def recorded_engine(
     name: str, drafts: Sequence[str], **options: Any
 ) -> tuple[Engine, list[RecordedOperations]]:
-    """An engine whose target and draft models record passes, and what records them."""
+    """Return an engine whose target and draft models record passes, and their recorders."""
     engine = build.engine(name, drafts, **options)
-    parts = [part for whole in engine.proposers.values() for part in whole.parts]
+    parts = [part for proposer in engine.proposers.values() for part in proposer.parts]
     runners = [engine.target, *(part.runner for part in parts if isinstance(part, DraftModel))]
     graphs = [RecordedOperations() for _ in runners]
     for runner, own in zip(runners, graphs, strict=True):
@@ -269,7 +268,7 @@ def recorded_engine(
 
 
 def without_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute nothing in the experts of a model."""
+    """Make the experts of a model return zeros."""
     monkeypatch.setattr(DecoderLayers, "_experts", lambda self, x, *_: torch.zeros_like(x))
 
 
@@ -289,8 +288,8 @@ def test_a_pass_that_was_not_committed_is_refused() -> None:
 def test_speculation_with_recorded_passes_is_lossless(
     name: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks of 3 tokens, preemption, and copies every 8 tokens: the text of a target
-    whose passes are not recorded, greedy and drawn."""
+    """Prompts in chunks of 3 tokens, preemption and copies every 8 tokens give the output of a
+    target without recordings, greedy and sampled."""
     without_experts(monkeypatch)
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     sizes: dict[str, Any] = dict(chunk=3, tokens=build.SMALL)
@@ -309,7 +308,7 @@ def test_speculation_with_recorded_passes_is_lossless(
 
 
 def test_prefixes_of_recorded_passes_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second request begins behind a copy that a recorded pass has made."""
+    """A second request starts from a copy that a recorded pass has made."""
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     found = []
     for made in (build.engine("falcon_h1", []), recorded_engine("falcon_h1", [])[0]):
@@ -324,8 +323,9 @@ def test_prefixes_of_recorded_passes_are_reused(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2"])
-def test_the_host_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In passes, commits and copies of states."""
+def test_the_host_never_waits_in_passes_commits_and_copies(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     decoder = tiny.decoder(tiny.family(name))
     graphs = RecordedOperations()
@@ -336,10 +336,10 @@ def test_the_host_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
             room = runner.cache.length[segment.slot] + len(segment.tokens)
             assert runner.cache.pages.grow(segment.slot, room)
         recorded = graphs.count
-        with Waits() as waits:
+        with HostSyncs() as syncs:
             runner.forward(segments)
             runner.cache.commit(0, [0, 1, 3])
             runner.cache.commit(1, [0])
-        assert not waits.names or graphs.count > recorded
+        assert not syncs.names or graphs.count > recorded
     assert graphs.count < 5 and runner.cache.recurrent is not None
     assert len(runner.cache.recurrent._unnamed[0]) > 1

@@ -1,7 +1,7 @@
-"""Families that run on transformers' own modules: logits of prompts, steps and trees beside
-transformers' own, generation with drafts, and refusals.
+"""Families that run on transformers' modules: logits of prompts, steps and trees equal those of
+transformers, drafts do not change the output, and other families are refused.
 
-All parameters are random, those that start as 0 or 1 too, so that no term stays untested."""
+All parameters are random, even those that start as 0 or 1, so that every term is tested."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GATED_DELTA = dict(
 )  # fmt: skip
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
-# what is new in each: see the comment of its line
+# comments say what each adds to the others
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", BASE),  # norms after the branches, and over all heads
     "olmo3": ("olmo3", BASE | dict(sliding_window=WINDOW)),  # windows in three of four layers
@@ -112,15 +112,15 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
-def without_decoders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of these families have a decoder in forerun: it is not there during these tests."""
+def without_native_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide forerun's own decoders of these families."""
     recurrent = ("qwen3_next", "lfm2", "falcon_h1")
     for family in (*recurrent, *(model_type for model_type, _ in KINDS.values())):
         monkeypatch.delitem(FAMILIES, family, raising=False)
 
 
 def randomise(module: Any) -> Any:
-    """Random values for all parameters and for the buffers that are saved."""
+    """Set all parameters, and the buffers that are saved, to random values."""
     with torch.no_grad():
         saved = module.state_dict()
         for name, value in [*module.named_parameters(), *module.named_buffers()]:
@@ -134,14 +134,14 @@ def randomise(module: Any) -> Any:
 
 
 def make(model_type: str, fields: dict[str, Any], seed: int = 0) -> Any:
-    """A random transformers module of this family."""
+    """Return a random transformers module of this family."""
     torch.manual_seed(seed)
     config = hf.AutoConfig.for_model(model_type, **fields)
     return randomise(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
 
 
 def write(module: Any) -> Path:
-    """A directory of its own that holds the module."""
+    """Save the module in a new directory."""
     directory = tiny.new_directory("foreign-")
     module.save_pretrained(directory)
     return directory
@@ -153,8 +153,8 @@ def saved(kind: str, seed: int = 0) -> Path:
 
 
 @functools.cache
-def own(kind: str) -> Any:
-    """transformers' module, as transformers loads it."""
+def hf_module(kind: str) -> Any:
+    """Return the module as transformers loads it."""
     return hf.AutoModelForCausalLM.from_pretrained(
         saved(kind), dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -171,15 +171,15 @@ def runner(kind: str, slots: int = 4) -> Runner:
 
 
 @torch.no_grad()
-def truth(kind: str, text: Sequence[int]) -> Tensor:
-    """transformers' logits after each token of a text, [T, V]."""
-    logits: Tensor = own(kind)(torch.tensor([text])).logits[0]
+def hf_logits(kind: str, text: Sequence[int]) -> Tensor:
+    """Return transformers' logits after each token of a text, [T, V]."""
+    logits: Tensor = hf_module(kind)(torch.tensor([text])).logits[0]
     return logits
 
 
 def some_text(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, VOCAB) for _ in range(length)]
+    dice = random.Random(seed)
+    return [dice.randrange(3, VOCAB) for _ in range(length)]
 
 
 def chain(slot: int, tokens: Sequence[int], want: Sequence[int] | None = None) -> Segment:
@@ -196,8 +196,8 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.one_in(4)
 @kinds
-def test_prompts_in_chunks_are_transformers_own(kind: str) -> None:
-    """Two texts, longer than the windows, in chunks of any length, in fragmented pages."""
+def test_logits_of_prompts_in_chunks_equal_those_of_transformers(kind: str) -> None:
+    """Two texts, longer than the windows, in chunks of varying length and fragmented pages."""
     model, texts = runner(kind), [some_text(1, 45), some_text(2, 30)]
     lengths = [[20, 1, 3, 17, 4], [7, 2, 9, 9, 3]]
     got: list[list[Tensor]] = [[], []]
@@ -213,25 +213,25 @@ def test_prompts_in_chunks_are_transformers_own(kind: str) -> None:
             model.cache.commit(slot, range(counts[slot]))
             starts[slot] += counts[slot]
     for text, parts in zip(texts, got, strict=True):
-        close(torch.cat(parts), truth(kind, text))
+        close(torch.cat(parts), hf_logits(kind, text))
 
 
 @pytest.mark.one_in(4)
 @kinds
-def test_one_token_steps_are_transformers_own(kind: str) -> None:
+def test_logits_of_one_token_steps_equal_those_of_transformers(kind: str) -> None:
     model, text = runner(kind), some_text(3, 24)
     model.cache.pages.grow(0, len(text))
     got = []
     for token in text:
         got.append(model.forward([chain(0, [token])]).logits)
         model.cache.commit(0, [0])
-    close(torch.cat(got), truth(kind, text))
+    close(torch.cat(got), hf_logits(kind, text))
 
 
 @kinds
-def test_every_node_of_a_tree_follows_its_own_path(kind: str) -> None:
-    """Behind a prompt that is longer than the windows, beside another request, and once more after
-    a branch that is not contiguous was kept."""
+def test_logits_of_tree_nodes_equal_those_of_their_paths(kind: str) -> None:
+    """The prompt is longer than the windows, another request runs beside it, and a branch that is
+    not contiguous is committed."""
     model, text, beside = runner(kind), some_text(4, 21), some_text(5, 6)
     model.cache.pages.grow(0, 64)
     model.cache.pages.grow(1, 64)
@@ -241,11 +241,11 @@ def test_every_node_of_a_tree_follows_its_own_path(kind: str) -> None:
     tree = Segment(0, some_text(6, 7), [-1, 0, 0, 1, 2, 4, 1], [0, 1, 2, 3, 4, 5, 6])
     logits = model.forward([tree, chain(1, beside[4:])]).logits
     for node in range(len(tree.tokens)):
-        close(logits[node], truth(kind, [*text, *path_of(tree, node)])[-1])
-    close(logits[len(tree.tokens) :], truth(kind, beside)[4:])
+        close(logits[node], hf_logits(kind, [*text, *path_of(tree, node)])[-1])
+    close(logits[len(tree.tokens) :], hf_logits(kind, beside)[4:])
     model.cache.commit(0, [0, 2, 4, 5])
     kept = [*text, *path_of(tree, 5)]
-    close(model.forward([chain(0, [11, 12])]).logits, truth(kind, [*kept, 11, 12])[-2:])
+    close(model.forward([chain(0, [11, 12])]).logits, hf_logits(kind, [*kept, 11, 12])[-2:])
 
 
 def path_of(tree: Segment, node: int) -> list[int]:
@@ -256,8 +256,7 @@ def path_of(tree: Segment, node: int) -> list[int]:
     return path
 
 
-def test_pages_are_shared_and_rows_are_taken_back() -> None:
-    """What a prefix cache and a request that is rewound rely on."""
+def test_prefixes_are_shared_and_rows_are_rewound() -> None:
     model, text = runner("olmo2"), some_text(7, 16)
     model.cache.pages.grow(0, 16)
     model.forward([chain(0, text, [])])
@@ -265,7 +264,7 @@ def test_pages_are_shared_and_rows_are_taken_back() -> None:
     model.cache.pages.seal(0, text, 16)
     assert model.cache.open(1, [*text, 5, 6]) == 16
     model.cache.pages.grow(1, 18)
-    expected = truth("olmo2", [*text, 5, 6])[-2:]
+    expected = hf_logits("olmo2", [*text, 5, 6])[-2:]
     close(model.forward([chain(1, [5, 6])]).logits, expected)
     model.cache.commit(1, [0, 1])
     model.cache.rewind(1, 16)
@@ -276,9 +275,9 @@ def test_pages_are_shared_and_rows_are_taken_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["olmo2", "cohere2", "granite", "gpt_neox", "gemma2"])
-def test_hidden_states_and_what_heads_borrow(kind: str) -> None:
-    """The input of each layer and the output of the last; the view's embedding, norm and head give
-    the first and the logits."""
+def test_hidden_states_and_the_target_view_of_heads(kind: str) -> None:
+    """Compares the input of each layer and the output of the last one; the view's embedding, norm
+    and head give the first input and the logits."""
     model, text = runner(kind), some_text(8, 12)
     model.cache.pages.grow(0, 12)
     layers = range(decoder(kind).config.layers + 1)
@@ -289,9 +288,9 @@ def test_hidden_states_and_what_heads_borrow(kind: str) -> None:
             lambda _, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]),
             with_kwargs=True,
         )
-        for layer in own(kind).get_decoder().layers
+        for layer in hf_module(kind).get_decoder().layers
     ]
-    expected = truth(kind, text)
+    expected = hf_logits(kind, text)
     for hook in hooks:
         hook.remove()
     for layer, states in enumerate(inputs):
@@ -307,7 +306,7 @@ OPTIONS: dict[str, Any] = dict(kv_tokens=80, page=4, max_rows=4, chunk=5, contex
 
 
 def prompts() -> list[list[int]]:
-    """Texts that repeat themselves, so that suffix drafts something."""
+    """Return texts that repeat themselves, so that suffix drafts something."""
     return [[*(some_text(seed, 6) * 3), *some_text(seed, 2)] for seed in range(5)]
 
 
@@ -319,7 +318,7 @@ def params(temperature: float) -> SamplingParams:
 
 @functools.cache
 def similar(kind: str) -> Path:
-    """A draft model that often agrees."""
+    """Write a draft model whose drafts are often accepted."""
     module = make(*KINDS[kind])
     torch.manual_seed(1)
     with torch.no_grad():
@@ -333,9 +332,8 @@ def similar(kind: str) -> Path:
     ("kind", "temperature"),
     [("olmo3", 0.0), ("olmo3", 0.8), ("deepseek_v3", 0.8), ("gpt_oss", 0.0), ("gemma4", 0.8)],
 )
-def test_drafts_change_no_token(kind: str, temperature: float) -> None:
-    """Several requests in a pool that holds few of them, so that some are preempted: copies, and
-    trees of a draft model."""
+def test_drafts_do_not_change_the_output(kind: str, temperature: float) -> None:
+    """Copies and trees of a draft model, in a small pool, so that some requests are preempted."""
     drafts = ["suffix", f"model:{similar(kind)}"]
     with LLM(saved(kind), backend="transformers", draft=drafts, width=2, **OPTIONS) as llm:
         plain = [llm.generate(p, params(temperature), draft="off")[0] for p in prompts()]
@@ -348,12 +346,11 @@ def test_drafts_change_no_token(kind: str, temperature: float) -> None:
     assert all(len(c.token_ids) == 16 for c in plain)
 
 
-def test_every_drafter_without_a_native_target(tmp_path: Path) -> None:
-    """A draft model of a family that is on transformers too, heads on hidden states, and what
-    copies."""
+def test_every_drafter_works_with_a_transformers_target(tmp_path: Path) -> None:
+    """Copying drafters, a draft model that runs on transformers, too, and heads."""
     drafts = ["ngram", "suffix", "recycle", f"model:{similar('phi')}", "auto"]
     heads = MedusaHeads(3, 1, BASE["hidden_size"], VOCAB)
-    heads.begin(own("phi").lm_head.weight.detach())
+    heads.begin(hf_module("phi").lm_head.weight.detach())
     save_heads(heads, tmp_path / "heads", torch.float32)
     drafts.append(f"medusa:{tmp_path / 'heads'}")
     layer = dict(model_type="llama", max_position_embeddings=128)
@@ -376,8 +373,8 @@ def test_every_drafter_without_a_native_target(tmp_path: Path) -> None:
     assert sum(c.stats.accepted for c in completions) > 0
 
 
-def test_a_native_draft_model_drafts_for_a_module(tmp_path: Path) -> None:
-    """And the other way round: a family is native or not for itself."""
+def test_native_and_transformers_models_draft_for_each_other(tmp_path: Path) -> None:
+    """Target and draft model choose their backends independently."""
     native = tmp_path / "native"
     module = make("llama", BASE)
     module.save_pretrained(native)
@@ -392,8 +389,7 @@ def test_a_native_draft_model_drafts_for_a_module(tmp_path: Path) -> None:
     torch.set_num_threads(threads)
 
 
-def test_half_precision() -> None:
-    """The check at load allows for the rounding of 16 bits, and a module in bfloat16 generates."""
+def test_a_module_in_bfloat16_passes_the_load_check_and_generates() -> None:
     with LLM(saved("olmo2"), dtype="bfloat16", draft="suffix", **OPTIONS) as llm:
         assert llm.decoder.precision == "bfloat16, transformers on cpu"
         assert len(llm.generate(prompts()[0], params(0.0))[0].token_ids) == 16
@@ -402,19 +398,19 @@ def test_half_precision() -> None:
 # ---------------------------------------------------------------- choosing the backend
 
 
-def test_auto_takes_it_for_a_family_that_is_not_native(capsys: pytest.CaptureFixture[str]) -> None:
-    """And says so in one line."""
+def test_auto_uses_transformers_for_other_families_with_a_one_line_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     options = Config.of(kv_tokens=64, max_rows=1)
     model = make_runner(options, saved("stablelm", 3), CPU)
-    said = capsys.readouterr().err
+    note = capsys.readouterr().err
     assert isinstance(model.decoder, TransformersDecoder)
-    assert "stablelm" in said and "slower" in said and len(said.splitlines()) == 1
+    assert "stablelm" in note and "slower" in note and len(note.splitlines()) == 1
     make_runner(Config.of(kv_tokens=64, max_rows=1, backend="transformers"), saved("phi", 3), CPU)
-    assert capsys.readouterr().err == "", "who asks for it knows"
+    assert capsys.readouterr().err == "", "no note if the user chose the backend"
 
 
-def test_a_native_family_on_request() -> None:
-    """Its own decoder serves it otherwise; a draft of the same weights stays native."""
+def test_a_native_family_runs_on_transformers_only_on_request() -> None:
     path = tiny.family("llama")
     options = Config.of(kv_tokens=64, max_rows=1, dtype="float32", backend="transformers")
     module, native = (make_runner(o, path, CPU) for o in (options, Config.of(kv_tokens=64)))
@@ -424,7 +420,7 @@ def test_a_native_family_on_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"backend": "forerun"}, "has no family phi"),
         ({"kernels": "native"}, "no kernels=native"),
@@ -436,24 +432,24 @@ def test_a_native_family_on_request() -> None:
         ({"context": 1000}, "over what this model can serve"),
     ],
 )
-def test_options_that_it_does_not_have(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         LLM(saved("phi"), **options)
     assert "\n" not in str(caught.value)
 
 
-def test_gguf_files_have_their_own_decoder() -> None:
+def test_gguf_files_are_refused() -> None:
     with pytest.raises(ConfigError, match="GGUF"):
         LLM(tiny.family("llama/Q8_0"), backend="transformers")
 
 
-def test_a_kv_cache_that_does_not_fit() -> None:
+def test_a_kv_cache_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CapacityError, match="kv_tokens"):
         LLM(saved("phi"), kv_tokens=1 << 32)
 
 
 def test_a_language_model_inside_a_multimodal_one(tmp_path: Path) -> None:
-    """Sizes and end tokens are those of text_config; the images' part is not run."""
+    """Sizes and end tokens are those of text_config; the vision model does not run."""
     torch.manual_seed(0)
     text = BASE | dict(model_type="mistral", head_dim=8, eos_token_id=5)
     vision = dict(
@@ -475,7 +471,7 @@ def test_a_language_model_inside_a_multimodal_one(tmp_path: Path) -> None:
 
 
 def test_longrope_is_served_with_its_short_factors() -> None:
-    """The long ones hold for all requests of a pass, so a long request would change the others."""
+    """Long factors would apply to the whole batch, so that a long request would change others."""
     fields = BASE | dict(
         original_max_position_embeddings=64,
         rope_parameters=dict(
@@ -518,7 +514,7 @@ def test_recurrent_families_are_refused(model_type: str, fields: dict[str, Any])
     assert not row.runs and "recurrent state" in row.reason
 
 
-def test_other_families_are_refused_with_their_reason() -> None:
+def test_unsupported_families_are_refused_with_a_reason() -> None:
     bloom = make("bloom", dict(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
     assert "bloom" in (message := refusal(write(bloom))) and "cannot be replaced" in message
     doge = make("doge", BASE)
@@ -534,7 +530,7 @@ def test_families_on_transformers_are_listed() -> None:
 
 
 def changed(directory: Path, **fields: Any) -> Path:
-    """A copy with other fields of config.json."""
+    """Return a copy of the directory with other fields in config.json."""
     copy = tiny.new_directory("changed-") / "model"
     shutil.copytree(directory, copy)
     config = json.loads((copy / "config.json").read_text())
@@ -543,7 +539,7 @@ def changed(directory: Path, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"model_type": "none_such"}, "model_type 'none_such' is not supported"),
         ({"model_type": "mistral44"}, "did you mean 'mistral4'?"),  # transformers has only mistral
@@ -562,12 +558,12 @@ def changed(directory: Path, **fields: Any) -> Path:
         ({"rope_parameters": {"rope_type": "none_such"}}, ""),
     ],
 )
-def test_broken_configurations_are_one_line(fields: dict[str, Any], says: str) -> None:
-    assert says in refusal(changed(saved("phi"), **fields))
+def test_broken_configurations_raise_one_line_errors(fields: dict[str, Any], message: str) -> None:
+    assert message in refusal(changed(saved("phi"), **fields))
 
 
 def test_code_beside_a_checkpoint_is_never_run(tmp_path: Path) -> None:
-    """Nor an attention or expert implementation that a configuration names."""
+    """Attention and expert implementations that a configuration names are ignored, too."""
     ran = tmp_path / "ran"
     directory = changed(
         saved("phi"),
@@ -584,13 +580,13 @@ def test_code_beside_a_checkpoint_is_never_run(tmp_path: Path) -> None:
 
 def test_weights_are_read_from_safetensors_only() -> None:
     directory = changed(saved("phi"))
-    torch.save(own("phi").state_dict(), directory / "pytorch_model.bin")
+    torch.save(hf_module("phi").state_dict(), directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
     with pytest.raises(LoadError, match="safetensors"):
         LLM(directory, draft="off", kv_tokens=64)
 
 
-def test_load_config_describes_such_a_model() -> None:
+def test_load_config_describes_a_transformers_model() -> None:
     shape = load_config(saved("phi"))
     assert (shape.family, shape.layout, shape.context) == ("phi", "transformers", 256)
     assert (shape.vocab, shape.hidden, shape.end_ids) == (VOCAB, 32, (2,))

@@ -45,7 +45,7 @@ class Clock:
 
 
 class Notes(Tell):
-    """Progress that is remembered."""
+    """Progress that remembers its calls and notes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, float | None, float | None]] = []
@@ -63,7 +63,7 @@ def documents(texts: list[str]) -> list[Document]:
 
 
 def with_template(directory: Path, template: str, model: Path | None = None) -> str:
-    """A tiny model that chats as the template says."""
+    """Write a tiny model with this chat template."""
     shutil.copytree(model or tiny.worded(), directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -80,7 +80,7 @@ def check_forecast(
     close: float = 1e-5,
 ) -> Tensor:
     """Compare a forecast for the (k + 1)th token drafted after a root, `place` = (text, root, k),
-    with the drafter's logits over the tokens that it knows. Returns its distribution. [V]"""
+    with the drafter's logits over its vocabulary `known`. Return its distribution, [V]."""
     i, root, k = place
     q = torch.zeros(batch.vocab)
     if batch.temperature:
@@ -107,7 +107,7 @@ def corpus(target: Target) -> Corpus:
 
 @pytest.fixture
 def make(target: Target, corpus: Corpus, tmp_path: Path) -> Make:
-    """A run of the tiny target; keyword arguments are settings, `tell` and `clock`."""
+    """A function that makes a run for the tiny target from settings, `tell` and `clock`."""
 
     def make(tell: Any = nothing, clock: Any = lambda: 0.0, **settings: Any) -> Trainer:
         training = Training(**(SMALL | settings))

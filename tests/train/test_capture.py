@@ -1,5 +1,5 @@
-"""The target's distributions are those of transformers, and what is recorded while it writes is
-what reading the same text gives, bit by bit."""
+"""The target's distributions are those of transformers, and outputs captured during generation have
+the bits of reading the same text."""
 
 import functools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ PROMPTS = [list(range(3 + 5 * i, 3 + 5 * i + 7 + i)) for i in range(6)]
 
 @pytest.fixture(scope="module")
 def reference() -> Tensor:
-    """transformers' logits along TEXTS. [B, N, V]"""
+    """transformers' logits along TEXTS, [B, N, V]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny.worded(), dtype=torch.float32)
     ids = torch.zeros(3, 27, dtype=torch.int64)
     for i, text in enumerate(TEXTS):
@@ -40,7 +40,7 @@ def reference() -> Tensor:
 def test_distributions_are_those_of_the_model(
     target: Target, reference: Tensor, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In as many passes as the logits need, with texts of several lengths."""
+    """Texts have several lengths and are read in as many passes as the logits need."""
     monkeypatch.setattr(target_module, "MAX_LOGITS", slots * 27 * target.vocab)
     batch = target.batch(TEXTS)
     assert batch.mask.sum(1).tolist() == [26, 9, 1] and batch.positions == 36
@@ -53,7 +53,7 @@ def test_distributions_are_those_of_the_model(
     assert torch.isfinite(batch.probs.log_probs).all()
 
 
-def test_temperature_vocabulary_and_likeliest_tokens(
+def test_distributions_with_temperature_smaller_vocabulary_and_top_tokens(
     target: Target, reference: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm = target.batch(TEXTS, 0.5, 60)
@@ -71,7 +71,7 @@ def test_temperature_vocabulary_and_likeliest_tokens(
     assert top.probs.log_probs[top.mask].exp().sum(-1).tolist() == pytest.approx([1.0] * 36)
 
 
-def test_continuations_follow_from_prompt_and_seed(target: Target) -> None:
+def test_continuations_are_a_function_of_prompt_and_seed(target: Target) -> None:
     prompts = [TEXTS[0].tokens[:9], TEXTS[1].tokens[:5]]
 
     def continued(prompts: Sequence[tuple[int, ...]], seeds: Sequence[int]) -> list[Example]:
@@ -85,7 +85,7 @@ def test_continuations_follow_from_prompt_and_seed(target: Target) -> None:
 
 
 def with_llm(**options: object) -> Target:
-    """A target on another engine."""
+    """Return a target on an engine with these options."""
     found = Target(str(tiny.spoken()), Training(**SMALL))
     found.llm = LLM(str(tiny.spoken()), draft="suffix", page=PAGE, **options)  # type: ignore[arg-type]
     found.recorder = found.llm.engine.proposers[RECORDED] = Recorder()
@@ -98,11 +98,11 @@ def test_outputs_do_not_depend_on_the_precision_of_training() -> None:
     texts = [Example(tuple(range(5, 5 + n)), 1) for n in (20, 12, 33)]
     plain = target.batch(texts)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        judged = target.batch(texts)
-    assert torch.equal(plain.probs.log_probs, judged.probs.log_probs)
+        mixed = target.batch(texts)
+    assert torch.equal(plain.probs.log_probs, mixed.probs.log_probs)
 
 
-def test_targets_that_cannot_be_used() -> None:
+def test_unusable_targets_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most 256"):
         Target(str(tiny.worded()), Training(tokens=257))
     with pytest.raises(ConfigError, match="no tokenizer"):
@@ -111,7 +111,7 @@ def test_targets_that_cannot_be_used() -> None:
 
 @pytest.fixture(scope="module")
 def writer() -> Target:
-    """A target that always drafts, whether or not that pays for a tiny model."""
+    """A target that always drafts, even if that does not pay for a tiny model."""
     target = Target(str(tiny.spoken()), Training(**SMALL))
     target.llm.engine.add = functools.partial(target.llm.engine.add, depth=4)  # type: ignore[method-assign]
     return target
@@ -123,7 +123,7 @@ def sampled(count: int, **how: object) -> list[SamplingParams]:
 
 
 def both(target: Target, requests: Sequence[Request]) -> list[tuple[CapturedText, CapturedText]]:
-    """(what was recorded, what is read) of each text."""
+    """Return each text as captured during generation and as read afterwards."""
     pairs = []
     for request in requests:
         example = example_of(request)
@@ -141,10 +141,10 @@ def same(one: CapturedText, other: CapturedText) -> bool:
 
 @pytest.mark.parametrize("layers", [(), (0, 1, 2)])
 @pytest.mark.parametrize("full", [True, False])
-def test_recorded_is_what_is_read(
+def test_captured_outputs_equal_those_of_reading_the_text(
     writer: Target, layers: tuple[int, ...], full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was drafted, whatever the sampling parameters."""
+    """Drafts were accepted and rejected, and tokens were sampled with filters."""
     monkeypatch.setattr(writer, "aux_hidden_layers", layers)
     if not full:
         monkeypatch.setattr("forerun.train.losses.FULL_VOCAB", 16)
@@ -177,23 +177,23 @@ def test_a_cached_prefix_is_read_once(writer: Target, monkeypatch: pytest.Monkey
     )
 
 
-def test_a_text_that_ends_within_a_draft(writer: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its limit or by a stop token: the round has shown more than the text has."""
+def test_texts_ending_in_a_draft_are_captured(
+    writer: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit or a stop token ends the text, so that the round has more tokens than the text."""
     monkeypatch.setattr(writer, "aux_hidden_layers", (2,))
     greedy = functools.partial(sampled, 1, temperature=0.0)
-    (whole,) = writer.generate(PROMPTS[:1], greedy(), record_vocab=writer.vocab)
+    (full_text,) = writer.generate(PROMPTS[:1], greedy(), record_vocab=writer.vocab)
     for count in range(8, 30, 7):
-        stop = whole.tokens[whole.prompt_length + count]
+        stop = full_text.tokens[full_text.prompt_length + count]
         for how in ({"max_tokens": count}, {"stop_token_ids": (stop,)}):
             requests = writer.generate(PROMPTS[:1], greedy(**how), record_vocab=writer.vocab)
-            assert len(requests[0].tokens) < len(whole.tokens)
+            assert len(requests[0].tokens) < len(full_text.tokens)
             assert all(same(*pair) for pair in both(writer, requests))
 
 
-def test_tokens_of_the_prompt_may_be_learned_too(
-    writer: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for a base model that continues its own beginning."""
+def test_prompts_can_be_learned_too(writer: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is needed for a base model that continues its own text."""
     monkeypatch.setattr(writer, "aux_hidden_layers", (0, 2))
     (request,) = writer.generate(PROMPTS[:1], sampled(1), record_vocab=writer.vocab)
     example = Example(tuple(request.tokens[:-3]), 1)
@@ -201,14 +201,14 @@ def test_tokens_of_the_prompt_may_be_learned_too(
     assert same(writer.captured(request, example, writer.vocab), read)
 
 
-def test_after_a_preemption() -> None:
+def test_captured_outputs_after_a_preemption() -> None:
     target = with_llm(kv_tokens=7 * PAGE, context=48, max_rows=6)
     requests = target.generate(PROMPTS, sampled(6), record_vocab=target.vocab)
     assert sum(request.stats.preemptions for request in requests) > 1
     assert all(same(*pair) for pair in both(target, requests))
 
 
-def test_on_torch_it_is_the_same_to_rounding() -> None:
+def test_captured_outputs_on_torch_agree_to_rounding() -> None:
     target = with_llm(dtype="float32", kernels="torch", kv_tokens=2048)
     requests = target.generate(PROMPTS, sampled(6), record_vocab=target.vocab)
     for recorded, read in both(target, requests):
@@ -218,7 +218,7 @@ def test_on_torch_it_is_the_same_to_rounding() -> None:
 
 
 def test_only_the_latest_texts_are_recorded(writer: Target) -> None:
-    """What is generated without recording changes nothing; unrecorded texts are read."""
+    """Generation without recording keeps them; texts that are not recorded are read again."""
     (request,) = writer.generate(PROMPTS[:1], sampled(1), record_vocab=writer.vocab)
     writer.generate(PROMPTS[1:2], sampled(1))
     assert tuple(request.tokens) in writer.recorder.finished
@@ -228,7 +228,7 @@ def test_only_the_latest_texts_are_recorded(writer: Target) -> None:
     assert writer.captured(request, example, writer.vocab).example == example
 
 
-def test_a_store_keeps_as_many_texts_as_there_is_room_for(
+def test_a_store_keeps_a_bounded_set_of_texts(
     target: Target, corpus: Corpus, tmp_path: Path
 ) -> None:
     texts = corpus.examples[:3]

@@ -1,5 +1,5 @@
-"""The verb: from data to a directory that the engine drafts with, interrupted and resumed, with one
-line for bad input."""
+"""`forerun train` makes a drafter that the engine can use, resumes after interruptions, and answers
+bad input with one line."""
 
 import copy
 import errno
@@ -57,7 +57,7 @@ def train(bare: Verb, data: Path) -> Verb:
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Ctrl-C within a step."""
+    """Raise SIGINT within a step."""
     learn = loop.Trainer.learn
 
     def interrupted(self: loop.Trainer) -> tuple[float, int]:
@@ -73,20 +73,20 @@ def names(directory: Path) -> list[str]:
 
 
 def described(out: Path) -> tuple[dict[str, Any], str]:
-    """The report and the card of a drafter."""
+    """Return the report and the model card of a drafter."""
     return json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
 
 
-def royal_data(tmp_path: Path) -> str:
-    """Texts in the words of the tokenizers in GGUF files."""
+def gguf_data(tmp_path: Path) -> str:
+    """Write texts in the vocabulary of the tokenizers in GGUF files."""
     texts = [f"the king and the ring in the inn, number {i * 37}" * 2 for i in range(12)]
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return str(path)
 
 
-def test_from_data_to_a_drafter(train: Verb, data: Path, tmp_path: Path) -> None:
-    """A complete model with a report and a card, and no other file."""
+def test_training_writes_a_usable_drafter(train: Verb, data: Path, tmp_path: Path) -> None:
+    """It has a model, a report and a card; no other file is left."""
     out = tmp_path / "drafter"
     code, text, err = train("--layers", "1", "--out", str(out))
     assert code == 0, err
@@ -108,7 +108,7 @@ def test_from_data_to_a_drafter(train: Verb, data: Path, tmp_path: Path) -> None
 
 
 def test_tasks_and_speed(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: Any) -> None:
-    """With the advice that follows; prompts that are too long are counted."""
+    """The report has the advice that follows, and counts prompts that are too long."""
     texts = [("edit", "true false null grey"), ("edit", "x" * 600), ("chat", '{"name":"alpha"}')]
     lines = [
         json.dumps({"id": str(i), "category": kind, "prompt": text})
@@ -130,12 +130,12 @@ def test_tasks_and_speed(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: A
     assert report["advice"].replace("DIRECTORY", str(out)) in text
     assert ("next: " in text) == comparison["better"] == report["advice"].startswith("Use it")
     words = ("--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat")
-    code, text, _ = bare(*words, "--depth", "1", "--speed-rounds", "1")  # on the tasks alone
+    code, text, _ = bare(*words, "--depth", "1", "--speed-rounds", "1")  # tasks without data
     assert code == 0 and "tasks texts: " in text and "held-out" not in text
 
 
-def test_a_time_limit_that_is_over_after_the_set_up(train: Verb, tmp_path: Path) -> None:
-    """The drafter is written as it is, and the report says what is missing."""
+def test_a_time_limit_that_ends_before_the_first_step(train: Verb, tmp_path: Path) -> None:
+    """The report lists the measurements that are missing."""
     out, limit = tmp_path / "d", ("--max-minutes", "0.0001", "--speed-rounds", "1")
     code, text, err = train("--layers", "1", "--out", str(out), "--tasks", "chat", *limit)
     assert code == 0, err
@@ -164,9 +164,9 @@ def test_a_quantised_target(recipe: str, bare: Verb, data: Path, tmp_path: Path)
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gguf_target(recipe: str, bare: Verb, tmp_path: Path) -> None:
-    """What is written drafts for the file and changes no text."""
+    """The trained drafter drafts for the file and does not change the output."""
     path = gguf_files.written("llama", "q4_1", tokenizer="gpt2").path
-    data, out = royal_data(tmp_path), str(tmp_path / "drafter")
+    data, out = gguf_data(tmp_path), str(tmp_path / "drafter")
     words = ("--target", str(path), "--recipe", recipe, "--data", data, "--out", out)
     code, _, err = bare(*words, *RECIPES[recipe], *FLAGS, "--steps", "2", "--depth", "1")
     assert code == 0, err
@@ -182,22 +182,22 @@ def test_a_gguf_target(recipe: str, bare: Verb, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_a_module_is_stored_in_the_file_of_its_target(
+def test_an_mtp_module_is_embedded_in_the_gguf_file_of_its_target(
     family: str,
     bare: Verb,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From training to drafting with auto: for a dense model from its file, for a hybrid from its
-    checkpoint, which training needs."""
+    """From training to drafting with `auto`. A dense model is trained from its file, a hybrid from
+    its checkpoint, which training needs."""
     written = gguf_files.written(family, "Q8_0", tokenizer="gpt2")
     target = written.path
     if family == "qwen3_5":
         target = tmp_path / "target"
         copy.deepcopy(written.model).float().save_pretrained(target)
         write_tokenizer(written.path, target)
-    data, module, out = royal_data(tmp_path), tmp_path / "module", tmp_path / "both.gguf"
+    data, module, out = gguf_data(tmp_path), tmp_path / "module", tmp_path / "both.gguf"
     words = ("--target", str(target), "--recipe", "mtp", "--data", data, "--out", str(module))
     code, _, err = bare(*words, *RECIPES["mtp"], *FLAGS, "--steps", "3", "--depth", "1")
     assert code == 0, err
@@ -206,18 +206,23 @@ def test_a_module_is_stored_in_the_file_of_its_target(
     assert code == 0 and f"--model {out}" in text, err
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     params = SamplingParams.pure(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
-    found, place = [], written.path
-    for path, draft in ((place, "auto"), (place, f"mtp:{module}"), (out, "auto"), (out, "mtp")):
+    found, original = [], written.path
+    for path, draft in (
+        (original, "auto"),
+        (original, f"mtp:{module}"),
+        (out, "auto"),
+        (out, "mtp"),
+    ):
         llm = LLM(path, draft=draft, kv_tokens=1024)
         found.append((llm.draft, llm.generate("the inn", params, depth=2)[0]))
     assert [name for name, _ in found] == ["suffix", "mtp", "suffix+mtp", "mtp"]
     assert len({tuple(output.token_ids) for _, output in found}) == 1
-    apart, both = found[1][1].stats.by_source["mtp"], found[3][1].stats.by_source["mtp"]
-    assert (apart.drafted, apart.accepted) == (both.drafted, both.accepted)
-    assert both.drafted > 10 and found[2][1].stats.by_source["mtp"].drafted > 2
+    separate, embedded = (found[i][1].stats.by_source["mtp"] for i in (1, 3))
+    assert (separate.drafted, separate.accepted) == (embedded.drafted, embedded.accepted)
+    assert embedded.drafted > 10 and found[2][1].stats.by_source["mtp"].drafted > 2
 
 
-def test_a_seed_gives_one_drafter(train: Verb, tmp_path: Path) -> None:
+def test_the_seed_determines_the_drafter(train: Verb, tmp_path: Path) -> None:
     def made(name: str, seed: int) -> bytes:
         words = ("--recipe", "eagle3", "--seed", str(seed), "--steps", "1", "--depth", "1")
         code, _, err = train(*words, "--out", str(tmp_path / name))
@@ -228,9 +233,9 @@ def test_a_seed_gives_one_drafter(train: Verb, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: Any) -> None:
-    """The numbers of an uninterrupted run; `--resume --out` knows all other values."""
-    whole = json.loads(train("--layers", "1", "--out", str(tmp_path / "whole"), "--json")[1])
-    out = tmp_path / "halves"
+    """It has the results of an uninterrupted run; `--resume --out` needs no other flags."""
+    full = json.loads(train("--layers", "1", "--out", str(tmp_path / "full"), "--json")[1])
+    out = tmp_path / "parts"
     with monkeypatch.context() as patched:
         interrupt_at(patched, 4)
         code, text, err = train("--layers", "1", "--out", str(out))
@@ -239,23 +244,23 @@ def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch:
     assert f"stopped after step 4, and kept in {out}.training; {again}" in err
     assert train("--out", str(out))[2].count("use --resume") == 1
     resumed = ("--resume", "--out", str(out))
-    for flags, says in (
+    for flags, message in (
         (("--rows", "4"), "begun with --rows 3, not 4"),
         (("--target", "other"), "begun with --target "),
         (("--unroll", "2"), "begun with recipe small-lm, which has no unroll"),
     ):
         code, _, err = bare(*resumed, *flags)
-        assert code == 2 and says in err
+        assert code == 2 and message in err
     with monkeypatch.context() as patched:
         interrupt_at(patched, 5)
         code, _, err = bare(*resumed, "--max-minutes", "60")
     assert code == 130 and "continuing after step 4: with --max-minutes the weights depend" in err
     code, text, err = bare(*resumed, "--layers", "1", "--json")
-    halves = json.loads(text)
+    parts = json.loads(text)
     assert (code, err) == (0, "")
     for part in ("losses", "evaluations", "measured", "data"):
-        assert halves[part] == whole[part]
-    assert names(tmp_path) == ["data.jsonl", "halves", "whole"]
+        assert parts[part] == full[part]
+    assert names(tmp_path) == ["data.jsonl", "full", "parts"]
 
 
 def test_resume_needs_the_same_data(
@@ -273,7 +278,7 @@ def test_resume_needs_the_same_data(
 def test_a_failure_after_training_loses_nothing(
     train: Verb, bare: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk, as the system or as safetensors says it, and Ctrl-C while measuring."""
+    """Covers a full disk, reported by the system or by safetensors, and Ctrl-C while measuring."""
     out = str(tmp_path / "d")
 
     def full(*_: object) -> None:
@@ -286,18 +291,18 @@ def test_a_failure_after_training_loses_nothing(
         raise KeyboardInterrupt
 
     train_again = ("--recipe", "eagle3", "--speed-rounds", "2", "--out", out)
-    for place, fault, says in (
+    for attribute, fault, message in (
         ((export.shutil, "copyfile"), full, "No space left on device"),
         ((head_files, "save_file"), full_in_rust, "No space left on device"),
         (("forerun.train.evaluate.measure_speed",), stop, f"kept in {out}.training; continue"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(*place, fault)
+            patched.setattr(*attribute, fault)
             code, _, err = train(*train_again)
-        assert code == (130 if fault is stop else 1) and says in err.splitlines()[-1]
+        assert code == (130 if fault is stop else 1) and message in err.splitlines()[-1]
         assert "--resume" in err and names(tmp_path) == ["d.training", "data.jsonl"]
         train_again = ("--resume", "--out", out)
-        monkeypatch.setattr(loop.Trainer, "learn", None)  # no step is taken again
+        monkeypatch.setattr(loop.Trainer, "learn", None)  # no step may run again
         train = bare
     code, text, _ = bare("--resume", "--out", out, "--speed-rounds", "0", "--json")
     report = json.loads(text)
@@ -305,19 +310,19 @@ def test_a_failure_after_training_loses_nothing(
     assert names(tmp_path) == ["d", "data.jsonl"]
 
 
-def test_no_step_writes_the_layers_as_they_are(train: Verb, tmp_path: Path) -> None:
+def test_zero_steps_write_the_targets_layers_unchanged(train: Verb, tmp_path: Path) -> None:
     out = tmp_path / "d"
     flags = ("--layers", "1", "--steps", "0", "--on-policy", "0", "--json")
     code, text, _ = train(*flags, "--out", str(out))
     report = json.loads(text)
     assert code == 0 and report["losses"] == []
     assert [evaluation["step"] for evaluation in report["evaluations"]] == [0]
-    mine, theirs = Checkpoint(out), Checkpoint(tiny.worded())
-    assert mine.where and all(torch.equal(mine.read(n), theirs.read(n)) for n in mine.where)
+    made, full = Checkpoint(out), Checkpoint(tiny.worded())
+    assert made.where and all(torch.equal(made.read(n), full.read(n)) for n in made.where)
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ([], "there is no --out"),
         (["--out", "{tmp}", "--data", "{tmp}/data.jsonl"], "not empty"),
@@ -345,15 +350,15 @@ def test_no_step_writes_the_layers_as_they_are(train: Verb, tmp_path: Path) -> N
         (["--out", "{tmp}/d", "--data", "{tmp}/data.jsonl", "--tasks", ","], "names none"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(
-    bare: Verb, data: Path, tmp_path: Path, flags: list[str], says: str
+def test_bad_input_prints_one_line(
+    bare: Verb, data: Path, tmp_path: Path, flags: list[str], message: str
 ) -> None:
     (tmp_path / "full.txt").write_text("words")
     (tmp_path / "link").symlink_to(tmp_path)
     given = [flag.format(tmp=tmp_path) for flag in flags]
     given = given if "--target" in flags else ["--target", str(tiny.worded()), *given]
     code, out, err = bare(*given)
-    assert (code, out) == (2, "") and says in err.splitlines()[-1]
+    assert (code, out) == (2, "") and message in err.splitlines()[-1]
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
     assert names(tmp_path) == ["data.jsonl", "full.txt", "link"]
 
@@ -370,12 +375,12 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
 
 
 def test_a_model_of_another_vocabulary_is_refused(train: Verb, tmp_path: Path) -> None:
-    """As many tokens, but of other texts."""
+    """It has as many tokens, but two of them are swapped."""
     other = tmp_path / "other"
     shutil.copytree(tiny.worded(), other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    words["a"], words["b"] = words["b"], words["a"]
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     for flags in (["--out", str(tmp_path / "d"), "--init", str(other)], ["--eval", str(other)]):
         code, _, err = train(*flags)
@@ -383,11 +388,10 @@ def test_a_model_of_another_vocabulary_is_refused(train: Verb, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_drafter_names_its_target(
+def test_a_drafter_records_the_hub_id_and_licence_of_its_target(
     recipe: str, bare: Verb, data: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """By the Hub id and with the licence of a model in the Hub's cache, for `drafters info` and
-    `drafters push`."""
+    """They are those of a model in the Hub's cache; `drafters info` and `drafters push` use them."""
     home = tmp_path / "models--org--Big-1B" / "snapshots" / "5"
     shutil.copytree(tiny.worded(), home)
     (home / "README.md").write_text("---\nlicense: Apache-2.0\n---\n# Big\n")
@@ -413,7 +417,7 @@ def test_a_drafter_names_its_target(
     assert re.search(r"made for +org/Big-1B", text)
 
 
-def test_a_target_without_a_hub_id(
+def test_a_target_without_a_hub_id_is_recorded_by_name_or_path(
     bare: Verb, data: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The default model is recorded by its name, a directory by its absolute path."""
@@ -453,7 +457,7 @@ def report_of(
 
 
 @pytest.mark.parametrize(
-    ("times", "interval", "times_plain", "begins"),
+    ("times", "interval", "times_plain", "start"),
     [
         (1.3, (1.1, 1.5), 1.6, "Use it: --draft suffix+model:here has 1.30 (1.10 to 1.50) times"),
         (1.3, None, 1.6, "Use it"),
@@ -462,13 +466,13 @@ def report_of(
         (0.8, (0.7, 0.9), 1.6, "Do not use it as it is"),
     ],
 )
-def test_the_advice(
-    times: float, interval: tuple[float, float] | None, times_plain: float, begins: str
+def test_the_advice_follows_from_the_comparison(
+    times: float, interval: tuple[float, float] | None, times_plain: float, start: str
 ) -> None:
     draft = "suffix+model:DIRECTORY"
     found = report_of(Comparison(draft, "suffix", times, interval, times_plain))
     text = found.advice("here")
-    assert text.startswith(begins) and "DIRECTORY" not in text
+    assert text.startswith(start) and "DIRECTORY" not in text
     assert ("more texts" in text) == text.startswith("Do not")
     short = report_of(Comparison(draft, "suffix", 0.5, None, 1.0), steps=3, max_minutes=5.0)
     assert "give more --max-minutes" in short.advice("here")

@@ -1,5 +1,5 @@
-"""Data: every form, each text once, held-out documents, the text filter, and one line for bad
-input."""
+"""Training data: all input forms, duplicates, held-out documents, the text filter, and one-line
+errors."""
 
 import json
 from pathlib import Path
@@ -40,9 +40,9 @@ def lines(path: Path, *values: object) -> str:
     return str(path)
 
 
-def test_files_directories_and_lines(tmp_path: Path) -> None:
-    """What of a directory is text is read; what is hidden, unknown, empty or no UTF-8 is left out
-    and counted."""
+def test_data_is_read_from_directories_and_json_lines(tmp_path: Path) -> None:
+    """Text files of a directory are read. Hidden, unknown and empty files and files that are not
+    UTF-8 are left out; unreadable and repeated ones are counted."""
     folder = tmp_path / "source"
     (folder / "deep").mkdir(parents=True)
     (folder / ".git").mkdir()
@@ -51,20 +51,20 @@ def test_files_directories_and_lines(tmp_path: Path) -> None:
         (folder / name).write_bytes(content)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]  # fmt: skip
-    asked = lines(tmp_path / "asked.jsonl", {"prompt": "go on"}, "", {"text": "said\u2028so"}, {"messages": chat},
+    questions = lines(tmp_path / "questions.jsonl", {"prompt": "go on"}, "", {"text": "said\u2028so"}, {"messages": chat},
                   {"messages": chat[:3]})  # fmt: skip
-    found, sources = read_data([str(folder), asked])
+    found, sources = read_data([str(folder), questions])
     assert [d.passages[0].text for d in found[:2]] == ["x = 1", "y = 2"]
     assert (sources[0].documents, sources[0].repeated, sources[0].unreadable) == (2, 1, 2)
     assert [[(bool(p.prompt), p.text) for p in d.passages] for d in found[2:]] == [
         [(True, "")], [(False, "said\u2028so")], [(True, "b"), (True, "d")], [(True, "b"), (True, "")],
     ]  # fmt: skip
     assert len(found[4].passages[1].prompt) == 3
-    again, _ = read_data([asked, str(folder), asked])
+    again, _ = read_data([questions, str(folder), questions])
     assert digest_of(again) == digest_of(found)
 
 
-def test_the_library() -> None:
+def test_the_standard_library_as_data() -> None:
     found, _ = read_data(["library"])
     names = {document.name for document in found}
     assert {"json/decoder.py", "argparse.py"} <= names and not any(
@@ -72,7 +72,7 @@ def test_the_library() -> None:
     )
 
 
-def test_what_is_held_out_depends_on_the_document_alone() -> None:
+def test_whether_a_document_is_held_out_depends_on_it_alone() -> None:
     everything = documents(200)
     train, held = split(everything, 0.1)
     assert len(train) + len(held) == 200 and 10 < len(held) < 30
@@ -87,8 +87,8 @@ def test_what_is_held_out_depends_on_the_document_alone() -> None:
 
 
 def test_texts_are_cut_to_windows(tokenizer: Tokenizer) -> None:
-    """Nothing lost but ends too short to teach; only windows longer than a prompt can be
-    continued."""
+    """Only ends that are too short to learn from are dropped; only windows longer than a prompt can
+    be continued."""
     text = "alpha green " * 40
     ids = tuple(tokenizer.encode(text))
     corpus = Corpus([Document("d", "0", (Passage("", text),))], tokenizer, 50, 20)
@@ -98,7 +98,7 @@ def test_texts_are_cut_to_windows(tokenizer: Tokenizer) -> None:
     assert corpus.prompts[0] == ids[:20] and len(corpus.prompts) >= len(ids) // 50
 
 
-def test_answers_are_learnt_and_questions_are_not(tokenizer: Tokenizer) -> None:
+def test_answers_are_learned_and_questions_are_not(tokenizer: Tokenizer) -> None:
     messages = ({"role": "user", "content": "true"},)
     passages = (Passage(messages, "false null"), Passage(messages, ""), Passage("grey " * 200, "x"))
     corpus = Corpus([Document("d", "0", passages)], tokenizer, 60, 20)
@@ -108,8 +108,8 @@ def test_answers_are_learnt_and_questions_are_not(tokenizer: Tokenizer) -> None:
     assert corpus.prompts == [example.tokens[: example.prompt_length]] * 2 and corpus.too_long == 1
 
 
-def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
-    """With its special token, if it stands behind answers and there is room for it."""
+def test_answers_end_with_the_end_token_of_the_template(tmp_path: Path) -> None:
+    """The token is added if the template puts it right after answers and the window has room."""
     passage = Passage(({"role": "user", "content": "true"},), "false null")
     templates = (
         ("{% for m in messages %}<s>{{ m.content }} </s>\n{% endfor %}<s>", ["</s>"]),
@@ -134,7 +134,7 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
             assert short.tokens == example.tokens[:size]
 
 
-def test_texts_with_tokens_that_the_model_has_not_are_left_out(tokenizer: Tokenizer) -> None:
+def test_texts_with_tokens_outside_the_models_vocabulary_are_dropped(tokenizer: Tokenizer) -> None:
     texts = ["true false " * 20, "alpha green " * 20]
     corpus = Corpus([Document(t, t, (Passage("", t),)) for t in texts], tokenizer, 50, 20)
     before = len(corpus.examples) + len(corpus.prompts)
@@ -145,7 +145,7 @@ def test_texts_with_tokens_that_the_model_has_not_are_left_out(tokenizer: Tokeni
     assert corpus.examples and all(max(e.tokens) < vocab for e in corpus.examples)
 
 
-def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> None:
+def test_the_epoch_order_is_a_permutation_that_depends_on_the_seed() -> None:
     order = EpochOrder(7, 3)
     numbers = [order[n] for n in range(21)]
     assert all(sorted(numbers[i : i + 7]) == list(range(7)) for i in (0, 7, 14))
@@ -155,7 +155,7 @@ def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ("{", "line 1: this is not JSON"),
         ('{"text": "x"}\n[1]', "line 2: give an object"),
@@ -169,23 +169,23 @@ def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> 
         ("\n\n", "there is no text in"),
     ],
 )
-def test_lines_that_are_no_data(tmp_path: Path, content: str, says: str) -> None:
-    with pytest.raises(ForerunError, match=says) as error:
+def test_invalid_lines_raise_one_line_errors(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ForerunError, match=message) as error:
         read_data([lines(tmp_path / "bad.jsonl", content)])
     assert "\n" not in str(error.value)
 
 
-def test_paths_that_are_no_data(tmp_path: Path) -> None:
+def test_unusable_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "no.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "binary.txt").write_bytes(b"a\0b")
     (tmp_path / "empty").mkdir()
-    for name, says in (
+    for name, message in (
         ("no.txt", "not UTF-8"),
         ("binary.txt", "not UTF-8"),
         ("empty", "no text in"),
         ("gone", "No"),
     ):
-        with pytest.raises(ForerunError, match=says):
+        with pytest.raises(ForerunError, match=message):
             read_data([str(tmp_path / name)])
 
 
@@ -202,11 +202,11 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
         ("1. salt is on shelf 0\n2. oil is on shelf 7\n3. rice is on shelf 14", ""),
     ],
 )
-def test_faults_of_beginnings(text: str, fault: str) -> None:
+def test_the_filter_finds_faults_of_beginnings(text: str, fault: str) -> None:
     assert TextFilter(FilterLimits()).fault_of_beginning(text) == fault
 
 
-def test_the_filter_knows_earlier_beginnings_only() -> None:
+def test_the_filter_finds_repetitions_of_earlier_beginnings() -> None:
     texts = TextFilter(FilterLimits())
     assert [texts.fault(text) for text in ("42", " \n", "x" + BROKEN)] == ["", "empty", "broken"]
     assert texts.fault("Please write a short poem about a cat") == ""

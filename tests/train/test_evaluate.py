@@ -1,5 +1,5 @@
-"""Predicted acceptance is what the engine measures, and faults in either show; tasks, speed, and
-what a short time limit leaves out."""
+"""Predicted accepted lengths agree with those that the engine measures; tasks, speed, and the order
+of measurements under a time limit."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ RECIPE = SmallLM(SmallLMOptions())
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Misaligned(SmallLM):
-    """Takes each distribution for that of the next token."""
+    """A faulty recipe that shifts all distributions by one token."""
 
     def _logits(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         return SmallLM._logits(self, module, batch).roll(1, dims=1)
@@ -67,10 +67,10 @@ def module(target: Target, directory: Path) -> nn.Module:
     return RECIPE.load(directory, target)
 
 
-def test_measured_and_expected_agree(
+def test_measured_and_expected_lengths_agree(
     target: Target, held_out: Corpus, module: nn.Module, directory: Path
 ) -> None:
-    """To the last pass where drafting is greedy, else within the noise of some hundred passes."""
+    """Greedy ones agree closely, sampled ones within the noise of some hundred passes."""
     evaluator = Evaluator(target, RECIPE, held_out, SETTINGS)
     found = measure_drafter(evaluator, module, directory, TimeLimit()).measured
     assert [(r.temperature, r.depth) for r in found] == [(t, d) for t in (0.0, 1.0) for d in (1, 2)]
@@ -84,12 +84,12 @@ def test_measured_and_expected_agree(
     assert max(abs(r.accepted_length / r.expected - 1) for r in found) > 0.05
 
 
-def test_a_result_is_not_awaited_after_the_time_limit(
+def test_measuring_stops_at_the_time_limit(
     target: Target, held_out: Corpus, module: nn.Module, directory: Path
 ) -> None:
     evaluator = Evaluator(target, RECIPE, held_out, SETTINGS)
     engine, case = evaluator.engine(directory), evaluator.cases[0]
-    clock = itertools.count().__next__  # each look at it is a second
+    clock = itertools.count().__next__  # each call adds a second
     with pytest.raises(TimeLimitReached):
         evaluator.measure(engine, module, case, TimeLimit(0.05, clock))
     late = TimeLimit(3, clock)
@@ -97,7 +97,7 @@ def test_a_result_is_not_awaited_after_the_time_limit(
     assert 0 < len(found.measured) < len(evaluator.cases) and found.not_measured
 
 
-def test_an_evaluation(target: Target, held_out: Corpus, module: nn.Module) -> None:
+def test_values_of_an_evaluation(target: Target, held_out: Corpus, module: nn.Module) -> None:
     evaluator = Evaluator(target, RECIPE, held_out, SETTINGS)
     found = evaluator.evaluate(module, 7)
     assert found.step == 7 and 0 < found.overlap < 1 and found.perplexity > 1
@@ -108,7 +108,7 @@ def test_an_evaluation(target: Target, held_out: Corpus, module: nn.Module) -> N
         Evaluator(target, RECIPE, short, SETTINGS)
 
 
-def test_texts_are_written_once_in_the_precision_of_the_target(
+def test_texts_are_generated_once_in_the_precision_of_the_target(
     target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluator, seen = Evaluator(target, RECIPE, corpus, FEW), list[bool]()
@@ -123,16 +123,16 @@ def tasks(*prompts: str, category: str = "edit") -> list[Task]:
     return [Task(str(i), category, prompt) for i, prompt in enumerate(prompts)]
 
 
-def test_kinds_of_tasks() -> None:
-    """Unknown ones, and none, are refused by the verb: see `test_cli`."""
+def test_tasks_are_selected_by_category() -> None:
+    """`test_cli` has the names that the verb refuses."""
     assert select_tasks("all") == builtin() and select_tasks("none") == []
     assert {task.category for task in select_tasks("edit, free")} == {"edit", "free"}
     with pytest.raises(ConfigError, match="no category 'none'"):
         select_tasks("edit,none")
 
 
-def test_prompts_of_tasks(target: Target, tmp_path: Path) -> None:
-    """Outputs are as long as those of the data, or shorter; what is too long is counted."""
+def test_prompts_of_tasks_are_limited_in_length(target: Target, tmp_path: Path) -> None:
+    """Outputs are at most as long as those of the data; prompts that are too long are counted."""
     output, short = FEW.tokens - FEW.prompt_tokens, "true false null"
     (found,) = task_prompts(tasks(short, "x" * 300, "[1]"), target, 256, FEW)
     assert (found.task, len(found.prompts), found.too_long) == ("edit", 2, 1)
@@ -143,13 +143,13 @@ def test_prompts_of_tasks(target: Target, tmp_path: Path) -> None:
     assert found.prompts[0].limit == longest
     (found,) = task_prompts(tasks(short), target, longest - 5, FEW)
     assert (found.prompts, found.too_long) == ((), 1)
-    asked = [Task("0", "chat", [{"role": "user", "content": "null"}]), *tasks(*[short] * 9)]
-    chat, edit = task_prompts(asked, target, 256, FEW)
+    selected = [Task("0", "chat", [{"role": "user", "content": "null"}]), *tasks(*[short] * 9)]
+    chat, edit = task_prompts(selected, target, 256, FEW)
     assert len(edit.prompts) == FEW.evaluate_rows
     assert list(chat.prompts[0].tokens) == target.tokenizer.encode("user: null\nassistant:")
     template = "{% for message in messages %}[{{ message.content }}]{% endfor %}true"
     templated = Target(with_template(tmp_path / "templated", template), FEW)
-    (chat,) = task_prompts(asked[:1], templated, 256, FEW)
+    (chat,) = task_prompts(selected[:1], templated, 256, FEW)
     assert list(chat.prompts[0].tokens) == target.tokenizer.encode("[null]true")
 
 
@@ -172,9 +172,9 @@ def test_tasks_are_measured_with_their_own_limits(
     config = replace(target.llm.config, draft_quantization="none")
     monkeypatch.setattr(target.llm, "config", config)
     texts = ('{"name":"alpha', "[1,2,3] true false null alphabet grey", '{"next":', "x")
-    asked = [*tasks(*texts), *tasks("y" * 400, category="free"), *tasks("1", category="chat")]
+    selected = [*tasks(*texts), *tasks("y" * 400, category="free"), *tasks("1", category="chat")]
     settings = replace(FEW, evaluate_rows=4, speed_rounds=0)
-    prompts = task_prompts(asked, target, target.context, settings)
+    prompts = task_prompts(selected, target, target.context, settings)
     evaluator = Evaluator(target, RECIPE, None, settings, prompts)
     found = measure_drafter(evaluator, module, directory, TimeLimit())
     assert [(r.task, r.temperature, r.depth) for r in found.measured] == [
@@ -198,12 +198,12 @@ def test_tasks_are_measured_with_their_own_limits(
         _ = evaluator.cases
 
 
-RESULT, WARM_UP, ROUND = 10, 20, 80  # seconds that each takes here
+RESULT, WARM_UP, ROUND = 10, 20, 80  # simulated seconds
 SETS = [PromptSet(task, (EvaluationPrompt((1, 2), 9),)) for task in ("held-out", "edit", "chat")]
 
 
 class Timed(Evaluator):
-    """An evaluator of three tasks whose results all take as long."""
+    """An evaluator of three tasks; each result takes RESULT seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.sets, self.held_out = clock, SETS, SETS[0]
@@ -231,14 +231,14 @@ class Timed(Evaluator):
         (0, 12, 3, ()),  # no limit
     ],
 )
-def test_the_most_important_is_measured_first(
+def test_the_most_important_cases_are_measured_first(
     monkeypatch: pytest.MonkeyPatch,
     seconds: float,
     measured: int,
     rounds: int,
     missing: tuple[str, ...],
 ) -> None:
-    """Held-out texts at the chosen depth, the speed, tasks at that depth, other depths."""
+    """The order is held-out texts at the chosen depth, speed, tasks at that depth, other depths."""
     clock = Clock()
 
     def measure_speed(*args: Any) -> Speed | None:
@@ -259,4 +259,4 @@ def test_the_most_important_is_measured_first(
     assert results == [case for case in grid if case in order]
     assert (found.speed.rounds if found.speed else 0) == rounds
     assert found.not_measured == missing
-    assert not seconds or clock.now <= seconds + WARM_UP, "what has begun is not much longer"
+    assert not seconds or clock.now <= seconds + WARM_UP, "overruns by a warm-up at most"

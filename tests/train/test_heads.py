@@ -1,5 +1,5 @@
-"""The recipes eagle3 and mtp: unrolled rows are what the proposer computes, and new heads begin as
-the target's last layer."""
+"""The recipes eagle3 and mtp: unrolled rows are those of the proposer, and new heads start from the
+target's last layer."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def with_window(head: Any, window: int | None) -> Any:
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", RECIPES)
-def test_rows_are_what_is_computed_while_drafting(
+def test_unrolled_rows_have_the_logits_of_the_proposer(
     name: str, window: int | None, target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row t of step s against the logits of the (s + 1)th drafted token in the proposer."""
+    """Compares row t of step s with the logits of the proposer's (s + 1)th drafted token."""
     head = with_window(built(RECIPES[name], target, corpus, noise=0.1), window)
     seen: list[Tensor] = []
     grow = eagle_proposer.grow
@@ -95,7 +95,7 @@ def test_rows_are_what_is_computed_while_drafting(
 
 
 def reference_loss(recipe: EagleRecipe, head: EagleModule, batch: Batch) -> float:
-    """The loss, one drafted token after the other."""
+    """Return the loss, computed for one drafted token after the other."""
     ids = head.tokens()
     known = ids.tolist() if ids is not None else list(range(batch.vocab))
     total, weight = 0.0, 0.0
@@ -114,7 +114,7 @@ def reference_loss(recipe: EagleRecipe, head: EagleModule, batch: Batch) -> floa
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_loss_is_that_of_each_drafted_token(name: str, target: Target, corpus: Corpus) -> None:
+def test_the_loss_averages_drafted_tokens(name: str, target: Target, corpus: Corpus) -> None:
     recipe = RECIPES[name]
     head = built(recipe, target, corpus, noise=0.1)
     batch = target.batch(TEXTS)
@@ -127,30 +127,30 @@ def test_the_loss_is_that_of_each_drafted_token(name: str, target: Target, corpu
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", ["eagle3", "eagle3, portable", "mtp, 100 tokens"])
-def test_thinned_rows_are_those_of_all_rows(
+def test_thinned_rows_equal_those_of_a_full_pass(
     name: str, window: int | None, target: Target, corpus: Corpus
 ) -> None:
     head = with_window(built(RECIPES[name], target, corpus, noise=0.1), window)
     batch, firsts = target.batch(TEXTS), set()
     with torch.no_grad():
-        whole = [hidden for _, hidden in unroll(head, batch, 3)]
+        full = [hidden for _, hidden in unroll(head, batch, 3)]
         for seed in range(8):
             torch.manual_seed(seed)
             sizes = []
             for step, (rows, hidden) in enumerate(unroll(head, batch, 3, thin=2)):
-                assert torch.allclose(hidden, whole[step][:, rows], atol=1e-5)
+                assert torch.allclose(hidden, full[step][:, rows], atol=1e-5)
                 sizes.append(len(rows))
                 firsts.add((step, int(rows[0])))
-            assert sizes[0] == whole[0].shape[1] and abs(sizes[1] - sizes[0] / 2) <= 1
+            assert sizes[0] == full[0].shape[1] and abs(sizes[1] - sizes[0] / 2) <= 1
             assert sizes[2] <= (sizes[1] + 1) // 2
-    assert len(firsts) > 4, "not always the same rows"
+    assert len(firsts) > 4, "the rows vary"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_forecast_is_that_of_each_drafted_token(
+def test_the_forecast_of_each_drafted_token(
     temperature: float, target: Target, corpus: Corpus
 ) -> None:
-    """Tokens that a head does not know are never accepted."""
+    """Tokens outside of the head's vocabulary are never accepted."""
     recipe = Eagle3(EagleOptions(draft_vocab=12))
     head = built(recipe, target, corpus, noise=0.1)
     batch = target.batch(TEXTS, temperature)
@@ -170,7 +170,7 @@ def test_the_forecast_is_that_of_each_drafted_token(
 def test_the_most_frequent_tokens_are_drafted(
     recipe: EagleRecipe, target: Target, corpus: Corpus
 ) -> None:
-    """And those that end a text; the head begins as the target's rows."""
+    """So are the end tokens; the head starts from the target's rows."""
     head, counts = built(recipe, target, corpus), corpus.counts(target.vocab)
     ids, ends = head.tokens().tolist(), set(target.llm.decoder.config.end_ids)
     assert ids == sorted(set(ids)) and len(ids) == 20 and ends and ends <= set(ids)
@@ -195,8 +195,8 @@ def test_a_portable_head_attends_to_its_own_pair(target: Target, corpus: Corpus)
     rotation = rope_tables(c, c.ropes[0], 64, torch.float32)
     with torch.no_grad():
         output = head.parts().layer.self_attn(pairs, rotation, attend)
-    assert own[0].mean() > 0.5, "of 32 pairs or so"
-    assert torch.cosine_similarity(output, embedded).mean() > 0.3, "of a random map: 0"
+    assert own[0].mean() > 0.5, "of about 32 pairs"
+    assert torch.cosine_similarity(output, embedded).mean() > 0.3, "0 for a random map"
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 24, 80])
@@ -223,10 +223,10 @@ def test_a_head_continues_from_an_earlier_one(
         type(recipe.options)(init=str(tmp_path), intermediate=8)
 
 
-def test_only_a_head_with_an_lm_head_of_its_own_continues(
+def test_only_a_head_with_its_own_lm_head_can_be_continued(
     target: Target, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """One without, as some GGUF files hold, borrows what training would change."""
+    """Other heads, as in some GGUF files, use the target's, which training would change."""
     c = target.llm.decoder.config
     shape = dict(target_hidden=c.hidden, aux_hidden_layers=(1, 2), draft_vocab=c.vocab)
     for own_head in (True, False):
@@ -250,8 +250,8 @@ def weights(path: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp, 100 tokens"])
-def test_a_head_begins_as_the_targets_last_layer(name: str, target: Target, corpus: Corpus) -> None:
-    """Behind the least-squares map from pairs to what enters that layer, against numpy."""
+def test_a_head_starts_as_the_targets_last_layer(name: str, target: Target, corpus: Corpus) -> None:
+    """Its input is the least-squares map from pairs to that layer's input, compared with numpy."""
     head = built(RECIPES[name], target, corpus)
     last, norm = target.llm.decoder.config.layers, target.llm.decoder.weights.norm.weight
 
@@ -295,10 +295,10 @@ def test_only_a_layer_of_the_same_kind_is_copied(family: str) -> None:
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
-def test_another_kind_of_layer_begins_as_the_identity(
+def test_another_kind_of_layer_starts_as_the_identity(
     target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And pairs are mapped to the output of the target's last layer."""
+    """Pairs are then mapped to the output of the target's last layer."""
     seen: list[int] = []
 
     def fitted(head: Any, target: Any, texts: Any, layer: int) -> Tensor:

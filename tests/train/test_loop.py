@@ -1,5 +1,5 @@
-"""A resumed run is the run itself; what goes wrong keeps the last checkpoint; optimizers and the
-time limit."""
+"""A resumed run equals an uninterrupted one, and failures keep the last checkpoint; optimizers and
+the time limit."""
 
 import errno
 import math
@@ -32,7 +32,7 @@ from tests.train.conftest import Clock, Make
 
 
 class After(Tell):
-    """Calls a function after each step."""
+    """Progress that calls a function after each step."""
 
     def __init__(self, then: Callable[[str], None]) -> None:
         self.then = then
@@ -42,7 +42,7 @@ class After(Tell):
 
 
 class Killed(BaseException):
-    """An exception that no handler knows."""
+    """An exception that no handler catches."""
 
 
 class Scripted:
@@ -98,10 +98,10 @@ def weights_equal(one: Trainer, other: Trainer) -> bool:
 def test_a_resumed_run_has_the_same_curve_and_weights(
     make: Make, at: int, killed: bool, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After Ctrl-C, and from the last checkpoint after a kill, with reused texts."""
+    """It resumes after Ctrl-C, or from the last checkpoint after a kill, with reused texts."""
     monkeypatch.setattr(stream, "INITIAL_TEXTS", 4)
-    whole = with_dropout(make(**settings))
-    record = whole.run()
+    uninterrupted = with_dropout(make(**settings))
+    record = uninterrupted.run()
     assert record.step == len(record.losses) == 6
     assert [evaluation.step for evaluation in record.evaluations] == [0, 3, 6]
     first = with_dropout(make(tell=stopping(at, kill if killed else ctrl_c), **settings))
@@ -117,10 +117,10 @@ def test_a_resumed_run_has_the_same_curve_and_weights(
     second = with_dropout(make(**settings))
     second.resume(read_checkpoint(first.path))
     assert second.record.step == ((at - 1) // 2 * 2 if killed else at)
-    assert second.run() == record and weights_equal(whole, second)
+    assert second.run() == record and weights_equal(uninterrupted, second)
 
 
-def test_it_learns(make: Make) -> None:
+def test_training_reduces_the_loss(make: Make) -> None:
     trainer = make(steps=20, on_policy=0.0, evaluate_every=0, learning_rate=3e-3, patience=0)
     record = trainer.run()
     assert sum(record.losses[-5:]) < 0.8 * sum(record.losses[:5])
@@ -131,13 +131,13 @@ def test_accumulated_passes_are_one_step(make: Make) -> None:
     """The same texts in one pass or in three give the same gradient."""
     one, three = make(steps=2, rows=6), make(steps=2, rows=2, accumulate=3)
     assert one.learn()[0] == pytest.approx(three.learn()[0], rel=1e-5)
-    for mine, others in zip(one.optimizers, three.optimizers, strict=True):
-        name = "momentum" if isinstance(mine, Muon) else "exp_avg"
-        for a, b in zip(mine.state.values(), others.state.values(), strict=True):
+    for first, second in zip(one.optimizers, three.optimizers, strict=True):
+        name = "momentum" if isinstance(first, Muon) else "exp_avg"
+        for a, b in zip(first.state.values(), second.state.values(), strict=True):
             assert torch.allclose(a[name], b[name], atol=1e-6)
 
 
-def test_the_best_weights_are_kept_and_patience_ends(make: Make) -> None:
+def test_the_best_weights_are_kept_and_patience_ends_training(make: Make) -> None:
     trainer = make(steps=50, evaluate_every=1, patience=2, checkpoint_every=0)
     trainer.evaluator = Scripted(1.0, 1.5, 1.4, 1.5, 9.0)  # type: ignore[assignment]
     seen: list[torch.Tensor] = []
@@ -152,7 +152,7 @@ def test_the_best_weights_are_kept_and_patience_ends(make: Make) -> None:
     ("minutes", "tasks", "steps"), [(10, "none", 19), (10, "chat", 16), (0, "none", 40)]
 )
 def test_the_time_limit_ends_training(make: Make, minutes: float, tasks: str, steps: int) -> None:
-    """A step takes 30 seconds, an evaluation 10; the measurement gets a fifth for tasks."""
+    """A step takes 30 seconds and an evaluation 10; a fifth of the time is left for tasks."""
     clock = Clock()
     trainer = make(
         clock=clock,
@@ -180,7 +180,7 @@ def test_the_time_limit_ends_training(make: Make, minutes: float, tasks: str, st
     assert rate < 0.2 * loop.LossOptions.default_rate, "the learning rate has fallen"
 
 
-def test_the_seconds_of_a_run() -> None:
+def test_the_time_limit_divides_the_seconds_of_a_run() -> None:
     clock = Clock(500.0)
     limit = TimeLimit(10, clock)
     clock.now += 100
@@ -188,8 +188,8 @@ def test_the_seconds_of_a_run() -> None:
     limit.resume(200)
     assert (limit.seconds, limit.left) == (300, 300)
     assert limit.training_end(0, 0.2) == 480
-    assert limit.training_end(400, 0.2) == 500, "not more than training gets"
-    assert limit.training_end(700, 0.2) < 700, "the set-up may have taken everything"
+    assert limit.training_end(400, 0.2) == 500, "at most the share of training"
+    assert limit.training_end(700, 0.2) < 700, "even if the set-up has taken all of the time"
     assert TimeLimit(10000).training_end(0, 0.2) == 600000 - 1800
     assert TimeLimit().left == TimeLimit().training_end(20, 0.2) == math.inf
 
@@ -206,8 +206,8 @@ def test_a_loss_that_is_not_finite_ends_with_the_last_checkpoint(
         return loss(self, *args) * (value if trainer.record.step == 3 else 1.0)
 
     monkeypatch.setattr(recipe, "loss", spoiled)
-    says = r"loss of step 4 is (nan|inf).*lower --learning-rate.*is kept"
-    with pytest.raises(ForerunError, match=says) as error:
+    message = r"loss of step 4 is (nan|inf).*lower --learning-rate.*is kept"
+    with pytest.raises(ForerunError, match=message) as error:
         trainer.run()
     assert "\n" not in str(error.value)
     state = read_checkpoint(trainer.path)
@@ -231,15 +231,17 @@ def test_a_full_disk_keeps_the_last_checkpoint(make: Make, monkeypatch: pytest.M
     assert [path.name for path in trainer.path.parent.iterdir()] == [trainer.path.name]
 
 
-def test_bad_checkpoints_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, content, says in (
+def test_bad_checkpoint_errors_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content, message in (
         ("gone", None, "begin without --resume"),
         ("empty", b"", "cannot be read"),
         ("text", b"hello", "cannot be read"),
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        with pytest.raises(LoadError, match=says) as error:
+        with pytest.raises(LoadError, match=message) as error:
             read_checkpoint(tmp_path / name)
         assert "\n" not in str(error.value)
     torch.save([1], tmp_path / "list")
@@ -255,7 +257,7 @@ def test_bad_checkpoints_are_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "\n" not in str(failed.value) and not (tmp_path / "x").exists()
 
 
-def test_the_learning_rate() -> None:
+def test_the_learning_rate_warms_up_and_decays() -> None:
     settings = Training(steps=100, warmup=0.1, learning_rate=1.0)
     rates = [learning_rate(step / 100, settings) for step in range(100)]
     assert max(rates) == rates[10] == 1.0 and (rates[0], rates[9]) == pytest.approx((0.1, 1.0))
@@ -290,7 +292,7 @@ def test_matrices_become_nearly_orthogonal(shape: tuple[int, int]) -> None:
 
 
 def test_muon_takes_the_steps_of_torch() -> None:
-    """For the same gradients; torch's computes in bfloat16."""
+    """The gradients are the same; torch's optimizer computes in bfloat16."""
     torch.manual_seed(0)
     start, gradients = torch.randn(6, 10), [torch.randn(6, 10) for _ in range(4)]
     moved = []
@@ -307,7 +309,7 @@ def test_muon_takes_the_steps_of_torch() -> None:
     assert (moved[0] - moved[1]).norm() < 0.02 * moved[1].norm()
 
 
-def test_which_weights_use_muon() -> None:
+def test_muon_is_used_for_inner_matrices_only() -> None:
     net = Net()
     muon, adam = make_optimizers(net, "muon", 0.01, 0.0, torch.float32)
     assert [len(p) for p in muon.param_groups[0]["params"]] == [12] and isinstance(muon, Muon)

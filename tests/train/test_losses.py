@@ -1,4 +1,4 @@
-"""Losses against naive references, their gradients, and the expected accepted length."""
+"""Losses are compared with naive references; their gradients, and the expected accepted length."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def naive_kl(p: list[float], q: list[float]) -> float:
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
 
 
-def test_finite_cases() -> None:
+def test_kl_and_tv_of_small_distributions() -> None:
     """Zeros of p add nothing; KL is infinite where q excludes an outcome."""
     expected = [naive_kl(p, q) for p, q in zip(P, Q, strict=True)]
     assert kl(logs(P), logs(Q)).tolist() == pytest.approx(expected, abs=1e-6)
@@ -49,13 +49,13 @@ def test_finite_cases() -> None:
     assert tv(logs([P[2]]), logs([[0.0, 0.0, 0.0, 1.0]])).item() == 1
 
 
-def test_cross_entropy_is_torchs() -> None:
+def test_cross_entropy_equals_that_of_torch() -> None:
     logits, tokens = torch.randn(10, 7), torch.randint(7, (10,))
     expected = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
     assert torch.allclose(cross_entropy(logits, tokens), expected)
 
 
-def test_distributions_of_a_large_vocabulary_keep_the_likeliest_tokens_and_the_rest() -> None:
+def test_a_large_vocabulary_keeps_the_likeliest_tokens_and_one_for_the_rest() -> None:
     torch.manual_seed(0)
     p_logits, q_logits = torch.randn(2, 3, FULL_VOCAB + 1) * 4, torch.randn(2, 3, FULL_VOCAB + 1)
     probs = distribution_of(p_logits, 5)
@@ -63,9 +63,9 @@ def test_distributions_of_a_large_vocabulary_keep_the_likeliest_tokens_and_the_r
     p, q = p_logits.double().softmax(-1), q_logits.double().softmax(-1)
     for at in [(0, 0), (1, 2)]:
         top = p[at].topk(5).indices
-        mine, theirs = ([*x[at][top].tolist(), 1 - x[at][top].sum().item()] for x in (p, q))
-        assert probs.log_probs[at].exp().tolist() == pytest.approx(mine, abs=1e-6)
-        assert probs.log_probs_of(q_logits)[at].exp().tolist() == pytest.approx(theirs, abs=1e-6)
+        p_top, q_top = ([*x[at][top].tolist(), 1 - x[at][top].sum().item()] for x in (p, q))
+        assert probs.log_probs[at].exp().tolist() == pytest.approx(p_top, abs=1e-6)
+        assert probs.log_probs_of(q_logits)[at].exp().tolist() == pytest.approx(q_top, abs=1e-6)
     coarse = tv(probs.log_probs, probs.log_probs_of(q_logits))
     assert (coarse <= tv(p_logits.log_softmax(-1), q_logits.log_softmax(-1)) + 1e-6).all()
     small = distribution_of(torch.randn(3, 9), 2)
@@ -73,8 +73,8 @@ def test_distributions_of_a_large_vocabulary_keep_the_likeliest_tokens_and_the_r
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_distributions_in_the_numbers_of_a_smaller_vocabulary(full: bool) -> None:
-    """What the drafter lacks is removed; "any other token" keeps its probability."""
+def test_distributions_are_restricted_to_a_smaller_vocabulary(full: bool) -> None:
+    """Tokens outside of it are removed; "any other token" keeps its probability."""
     torch.manual_seed(0)
     p, ids, logits = torch.randn(3, 12).softmax(-1), torch.tensor([1, 4, 5, 9]), torch.randn(3, 4)
     q = logits.softmax(-1)
@@ -87,17 +87,17 @@ def test_distributions_in_the_numbers_of_a_smaller_vocabulary(full: bool) -> Non
     top = torch.tensor([[4, 0, 9], [1, 5, 11], [2, 3, 4]])
     rest = 1 - p.gather(-1, top).sum(-1, keepdim=True)
     probs = Distribution(top, torch.cat((p.gather(-1, top), rest), -1).log()).restricted_to(ids)
-    numbers = [[1, 4, 3], [0, 2, 4], [4, 4, 1]]
-    assert probs.token_ids is not None and probs.token_ids.tolist() == numbers
+    indices = [[1, 4, 3], [0, 2, 4], [4, 4, 1]]
+    assert probs.token_ids is not None and probs.token_ids.tolist() == indices
     found = probs.log_probs_of(logits).exp()
     for row in range(3):
-        known = [n for n in numbers[row] if n < 4]
-        mine = [
-            p[row, t].item() if n < 4 else 0.0 for t, n in zip(top[row], numbers[row], strict=True)
+        known = [n for n in indices[row] if n < 4]
+        expected_p = [
+            p[row, t].item() if n < 4 else 0.0 for t, n in zip(top[row], indices[row], strict=True)
         ]
-        theirs = [q[row, n].item() if n < 4 else 0.0 for n in numbers[row]]
-        assert probs.log_probs[row, :3].exp().tolist() == pytest.approx(mine)
-        assert found[row, :3].tolist() == pytest.approx(theirs)
+        expected_q = [q[row, n].item() if n < 4 else 0.0 for n in indices[row]]
+        assert probs.log_probs[row, :3].exp().tolist() == pytest.approx(expected_p)
+        assert found[row, :3].tolist() == pytest.approx(expected_q)
         assert found[row, 3].item() == pytest.approx(1 - q[row, known].sum().item(), abs=1e-6)
 
 
@@ -111,7 +111,7 @@ def test_impossible_tokens_pass_finite_gradients(vocab: int) -> None:
     assert torch.isfinite(logits.grad).all() and logits.grad.abs().sum() > 0
 
 
-def test_the_weighted_sum_and_its_gradient() -> None:
+def test_the_distillation_loss_is_a_weighted_sum_and_its_gradient_descends() -> None:
     probs, logits = distribution_of(torch.randn(5, 20) * 3, 9), torch.randn(5, 20)
     tokens, q = torch.arange(5), logits.log_softmax(-1)
     parts = 0.5 * kl(probs.log_probs, q) + 2 * tv(probs.log_probs, q)
@@ -125,7 +125,7 @@ def test_the_weighted_sum_and_its_gradient() -> None:
         assert loss(probs, start - gradient, tokens).sum() < before.sum()
 
 
-def test_small_helpers() -> None:
+def test_masked_mean_and_temperature() -> None:
     values = torch.tensor([[1.0, 2.0, math.nan], [4.0, math.inf, 8.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert masked_mean(values, mask).item() == pytest.approx(7 / 3)
@@ -136,20 +136,20 @@ def test_small_helpers() -> None:
 
 
 class Head(nn.Module):
-    """A head with a part that no loss uses and one that does not learn."""
+    """A head with an unused module and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.say, self.unused = nn.Linear(8, 30), nn.Linear(2, 2)
+        self.out, self.unused = nn.Linear(8, 30), nn.Linear(2, 2)
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.say(hidden * self.frozen)
+        logits: Tensor = self.out(hidden * self.frozen)
         return logits
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 29])
-def test_chunks_have_the_gradients_of_the_whole(
+def test_chunked_sums_have_the_gradients_of_a_single_pass(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses_module, "CHUNK", 7)
@@ -163,22 +163,22 @@ def test_chunks_have_the_gradients_of_the_whole(
         sizes.append(len(hidden))
         return loss(probs.at(part), head(hidden), tokens[part])
 
-    whole = losses(below(x), slice(None)).sum() * 3
-    whole.backward()
+    single = losses(below(x), slice(None)).sum() * 3
+    single.backward()
     parameters = (*head.parameters(), *below.parameters())
     expected = [None if p.grad is None else p.grad.clone() for p in parameters]
     for module in (head, below):
         module.zero_grad()
     sizes.clear()
-    mine = chunked_sum(below(x), head, losses) * 3
-    mine.backward()
+    chunked = chunked_sum(below(x), head, losses) * 3
+    chunked.backward()
     assert max(sizes) <= 7 and sum(sizes) == count
-    assert torch.allclose(mine, whole, rtol=1e-5)
+    assert torch.allclose(chunked, single, rtol=1e-5)
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert (parameter.grad is None) == (gradient is None)
         assert gradient is None or torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        assert torch.allclose(chunked_sum(below(x), head, losses) * 3, whole, rtol=1e-5)
+        assert torch.allclose(chunked_sum(below(x), head, losses) * 3, single, rtol=1e-5)
 
 
 def simulated_passes(acceptance: np.ndarray, span: DraftSpan, dice: np.random.Generator) -> int:
@@ -202,8 +202,8 @@ def test_expected_passes_are_those_of_simulated_rounds(limit: int) -> None:
     assert accepted_length(acceptance, [span]) == pytest.approx(26 / mean, rel=0.015)
 
 
-def test_the_length_is_that_of_exact_speculation() -> None:
-    """Over all texts of two tokens, against the token rule's own distribution of rounds."""
+def test_the_expected_length_is_that_of_exact_speculation() -> None:
+    """The mean over all texts of a vocabulary of two equals that of the token rule's rounds."""
     p, q, depth, count = np.array([0.7, 0.3]), np.array([0.4, 0.6]), 2, 4
     expected = 0.0
     for text in itertools.product((0, 1), repeat=count):
@@ -221,12 +221,12 @@ def test_the_length_is_that_of_exact_speculation() -> None:
             return 0.0
         allowed = min(depth, left - 1)
         kept = [alpha**k * (1 - alpha if k < allowed else 1.0) for k in range(allowed + 1)]
-        return 1 + sum(chance * passes_for(left - k - 1) for k, chance in enumerate(kept))
+        return 1 + sum(prob * passes_for(left - k - 1) for k, prob in enumerate(kept))
 
     assert expected == pytest.approx(passes_for(count), rel=1e-6)
 
 
-def test_extreme_lengths_and_the_end_of_a_text() -> None:
+def test_extreme_accepted_lengths_and_the_end_of_a_text() -> None:
     always, never = torch.ones(1, 20, 4), torch.zeros(1, 20, 4)
     assert accepted_length(never, [DraftSpan(2, 20, 20)]) == 1
     assert accepted_length(always, [DraftSpan(5, 20, 40)]) == 5

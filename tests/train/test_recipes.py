@@ -1,5 +1,5 @@
-"""All recipes: losses and forecasts are those of each drafted token, training helps, predictions
-agree with the engine, and drafts change no text. Recipes small-lm and medusa in detail."""
+"""All recipes: training helps, predictions agree with the engine, and drafts do not change the
+output. The recipes small-lm and medusa in detail: losses and forecasts of each drafted token."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -60,7 +60,7 @@ def restored(target: Target) -> Iterator[None]:
 
 
 def built(recipe: Recipe, target: Target, corpus: Corpus, noise: float = 0.0) -> Any:
-    """A module of the recipe, and the target made to return the states that it reads."""
+    """Return a module of the recipe, and set the target to return the states that it reads."""
     torch.manual_seed(0)
     module: Any = recipe.build(target, corpus)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_training_helps_and_predictions_agree_with_the_engine(
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "small-lm"])
-def test_texts_too_short_to_draft_teach_nothing(name: str, target: Target, corpus: Corpus) -> None:
+def test_texts_too_short_to_draft_have_no_loss(name: str, target: Target, corpus: Corpus) -> None:
     recipe = RECIPES[name][0]
     module = built(recipe, target, corpus, noise=0.1)
     loss = recipe.loss(module, target.batch([Example((5, 6), 1)]))
@@ -117,7 +117,7 @@ def test_texts_too_short_to_draft_teach_nothing(name: str, target: Target, corpu
 
 
 class TestMedusa:
-    def test_heads_begin_as_the_targets_own(self, target: Target, corpus: Corpus) -> None:
+    def test_new_heads_have_the_targets_distribution(self, target: Target, corpus: Corpus) -> None:
         heads = built(MEDUSA, target, corpus)
         batch = target.batch(TEXTS)
         (states,) = batch.hidden_states.values()
@@ -125,10 +125,8 @@ class TestMedusa:
         learned, expected = batch.mask, batch.probs.log_probs
         assert torch.allclose(log_probs[learned][:, 0], expected[learned], atol=2e-2)
 
-    def test_the_loss_is_that_of_each_head_and_position(
-        self, target: Target, corpus: Corpus
-    ) -> None:
-        """Head k, from the state after token j, against the distribution of token j + 2 + k."""
+    def test_the_loss_averages_heads_and_positions(self, target: Target, corpus: Corpus) -> None:
+        """Head k after token j is compared with the distribution of token j + 2 + k."""
         heads = built(MEDUSA, target, corpus, noise=0.1)
         batch = target.batch(TEXTS)
         (states,) = batch.hidden_states.values()
@@ -148,7 +146,7 @@ class TestMedusa:
         assert all(weight.grad.abs().sum() > 0 for weight in heads.lm_heads.parameters())
 
 
-def test_options_that_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     assert options_of("medusa", {"heads": 3}) == MedusaOptions(heads=3)
     with pytest.raises(ConfigError, match="recipe medusa has no layers"):
         options_of("medusa", {"layers": 3})
@@ -174,7 +172,7 @@ class TestSmallLM:
         "name", [*tiny.FAMILIES, "llama-biased", "phi3-longrope", "gemma3-scaled"]
     )
     def test_any_family_can_be_pruned(self, name: str, tmp_path: Path) -> None:
-        """The module and our decoder agree on what is written; kept layers are the target's."""
+        """The module and forerun's decoder agree; kept layers are those of the target."""
         module = prune(tiny.family(name), 2)
         module.save_pretrained(tmp_path)
         decoder = load_decoder(tmp_path, torch.float64, torch.device("cpu"), 64)
@@ -186,10 +184,10 @@ class TestSmallLM:
         with torch.inference_mode():
             expected = module.double().eval()(input_ids=torch.tensor([ids])).logits[0]
         assert torch.allclose(runner.forward([segment]).logits, expected, atol=1e-3)
-        whole, part = Checkpoint(tiny.family(name)), Checkpoint(tmp_path)
+        full, pruned = Checkpoint(tiny.family(name)), Checkpoint(tmp_path)
         last = load_config(tiny.family(name)).layers - 1
-        pairs = [(n, n.replace(f".{last}.", ".1.")) for n in whole.where if f".{last}." in n]
-        assert pairs and all(torch.equal(whole.read(n), part.read(m)) for n, m in pairs)
+        pairs = [(n, n.replace(f".{last}.", ".1.")) for n in full.where if f".{last}." in n]
+        assert pairs and all(torch.equal(full.read(n), pruned.read(m)) for n, m in pairs)
 
     @pytest.mark.parametrize(
         ("layout", "bits", "name"),
@@ -210,10 +208,10 @@ class TestSmallLM:
 
     @pytest.mark.parametrize("draft_vocab", [None, 60])
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
-    def test_loss_and_forecast_are_those_of_each_token(
+    def test_loss_and_forecast_cover_each_token(
         self, draft_vocab: int | None, temperature: float, target: Target, corpus: Corpus
     ) -> None:
-        """Over the scored tokens, if it scores only some."""
+        """They are restricted to the scored tokens, if the model scores only some."""
         recipe = SmallLM(SmallLMOptions(layers=2, draft_vocab=draft_vocab, **KL))
         module, batch = built(recipe, target, corpus).eval(), target.batch(TEXTS)
         at_temperature = target.batch(TEXTS, temperature)
@@ -245,20 +243,22 @@ class TestSmallLM:
         assert forecast.overlap[..., 0][batch.mask].min() > 0.99
         assert forecast.acceptance[..., 0][batch.mask].min() > 0.99
 
-    def test_models_that_do_not_fit(self, target: Target, corpus: Corpus, tmp_path: Path) -> None:
-        for options, says in (
+    def test_models_that_do_not_fit_the_target_are_refused(
+        self, target: Target, corpus: Corpus, tmp_path: Path
+    ) -> None:
+        for options, message in (
             ({"init": str(tiny.family("llama"))}, "64 tokens, the target 328"),
             ({"init": str(tmp_path)}, "no config.json"),
             ({"layers": 3}, "not under the target's 3"),
         ):
-            with pytest.raises(ForerunError, match=says) as error:
+            with pytest.raises(ForerunError, match=message) as error:
                 SmallLM(SmallLMOptions(**options)).build(target, corpus)  # type: ignore[arg-type]
             assert "\n" not in str(error.value)
 
     def test_the_scored_tokens_are_written(
         self, target: Target, corpus: Corpus, tmp_path: Path
     ) -> None:
-        """The head stays whole; the list lies beside it and is used by the proposer."""
+        """The lm head stays complete; the proposer uses the shortlist in the same directory."""
         recipe = SmallLM(SmallLMOptions(layers=2, draft_vocab=60))
         module = recipe.build(target, corpus)
         ids = scored_tokens(module).tolist()  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ class TestSmallLM:
         proposer: Any = recipe.proposer(tmp_path, target, target.runner(1, 64))
         assert proposer.runner.decoder.shortlist.tolist() == ids
 
-    def test_what_was_written_drafts_as_the_module(
+    def test_an_exported_model_drafts_as_the_module(
         self, target: Target, corpus: Corpus, tmp_path: Path
     ) -> None:
         """Each greedy draft of the engine is the module's own continuation."""

@@ -1,4 +1,4 @@
-"""Tables for `recycle` and shortlists for draft models, both made without training."""
+"""Tables for `recycle` and shortlists for draft models, which need no training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_table_drafts_from_the_first_word(prompts: str, tmp_path: Path) -> None:
+def test_a_prepared_table_drafts_from_the_first_token(prompts: str, tmp_path: Path) -> None:
     target, out = str(tiny.spoken()), tmp_path / "table"
     made = make_table(target, [prompts], SETTINGS, out, nothing)
     assert made.texts == 6 and made.positions > made.texts
@@ -54,7 +54,7 @@ def test_a_table_drafts_from_the_first_word(prompts: str, tmp_path: Path) -> Non
     assert one.token_ids == other.token_ids and one.stats.steps > other.stats.steps
 
 
-def test_a_table_that_cannot_be_made(
+def test_a_table_that_cannot_be_written_leaves_no_file(
     prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -69,13 +69,13 @@ def test_a_table_that_cannot_be_made(
     monkeypatch.setattr(run_module, "write", lambda *args: WrittenTexts(["{}"] * 4, 0, 0, 0.0))
     settings = replace(SETTINGS, write=4)
     made = make_table(str(tiny.spoken()), [prompts], settings, out, nothing)
-    assert made.texts == 6 + 4, "texts of its own beside data"
+    assert made.texts == 6 + 4, "prompts, and texts that the target wrote"
     with pytest.raises(ConfigError, match="is there already"):
         make_table("nowhere", [], SETTINGS, out, nothing)
 
 
 def test_a_shortlist_has_the_most_frequent_tokens(data: str, tmp_path: Path) -> None:
-    """And those that end a text. One document is enough."""
+    """It also has the end tokens. One document is enough to make it."""
     target, out = str(tiny.spoken()), tmp_path / "list"
     made = make_shortlist(target, [data], 12, SETTINGS, out, nothing)
     llm = LLM(target, draft="off", kv_tokens=512)
@@ -94,14 +94,14 @@ def test_a_shortlist_has_the_most_frequent_tokens(data: str, tmp_path: Path) -> 
     assert made.tokens == 50 and made.counted > 100 and 0 < made.covered <= 1
 
 
-def test_a_draft_model_with_a_shortlist_changes_no_text(
+def test_a_shortlist_does_not_change_the_output(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, out = str(tiny.spoken()), str(tmp_path / "list")
     words = ("train", "--recipe", "shortlist", "--target", target, "--data", data, "--out", out)
     code, text, err = run(monkeypatch, capsys, *words, "--json")
     assert code == 0, err
-    assert json.loads(text)["tokens"] == tiny.WORDED, "a small vocabulary is listed completely"
+    assert json.loads(text)["tokens"] == tiny.WORDED, "a small vocabulary is kept completely"
     Path(out).unlink()
     code, text, err = run(monkeypatch, capsys, *words, "--draft-vocab", "100")
     assert code == 0 and "100 of 328 tokens" in text and f"--draft-shortlist {out}" in text, err
@@ -112,19 +112,18 @@ def test_a_draft_model_with_a_shortlist_changes_no_text(
     assert found.token_ids == plain.token_ids and found.stats.drafted
 
 
-def test_bad_input_is_one_line(
+def test_bad_input_prints_one_line_before_anything_is_loaded(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is loaded."""
     out = str(tmp_path / "out")
-    for recipe, extra, says in (
+    for recipe, extra, message in (
         ("table", ("--steps", "5", "--keep-gb=1"), "leave out --steps and --keep-gb"),
         ("shortlist", ("--heads", "3"), "leave out all else"),
         ("shortlist", ("--draft-vocab", "0"), "--draft-vocab 0"),
     ):
         words = ("train", "--recipe", recipe, "--target", "nowhere", "--out", out, *extra)
         code, _, err = run(monkeypatch, capsys, *words)
-        assert code == 2 and says in err and len(err.splitlines()) == 1
+        assert code == 2 and message in err and len(err.splitlines()) == 1
     with pytest.raises(ConfigError, match="is there already"):
         make_shortlist("nowhere", [], None, SETTINGS, Path(data), nothing)
     with pytest.raises(ConfigError, match="there is no directory"):

@@ -38,7 +38,7 @@ def measured(
 
 
 def at_depth(arm: Arm) -> Arm:
-    """At depth auto a tiny model hardly drafts, since that is not faster."""
+    """Fix the depth, since at `auto` a tiny model hardly drafts."""
     return arm if arm == PLAIN else replace(arm, depth=2)
 
 
@@ -55,7 +55,7 @@ def test_speed_is_measured_in_turn_on_the_same_texts(
     monkeypatch.setattr(rounds, "timed_run", spy)
     speed = measured(target, directory, corpus)
     names = ["off", "suffix", "suffix+model#2", "model#2"]
-    assert ran[:4] == [(name, 40) for name in names], "warms up"
+    assert ran[:4] == [(name, 40) for name in names], "warm-up"
     assert ran[4:8] == ran[:4] and ran[8:12] == [*ran[1:4], ran[0]] and len(ran) == 4 + 2 * 3 * 4
     drafts = ["off", "auto", "suffix+model:DIRECTORY", "model:DIRECTORY"]
     assert [r.draft for r in speed.results] == drafts
@@ -66,40 +66,40 @@ def test_speed_is_measured_in_turn_on_the_same_texts(
     assert target.llm.engine is engine and "model" not in engine.proposers
 
 
-def test_another_text_and_a_lack_of_time_show(
+def test_a_different_output_and_a_lack_of_time_are_reported(
     target: Target, corpus: Corpus, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed_run, asked, began = rounds.timed_run, list[tuple[float, int]](), time.monotonic()
+    timed_run, checks, began = rounds.timed_run, list[tuple[float, int]](), time.monotonic()
 
     def shorter(engine: Any, works: Any, params: Any, arm: Arm) -> Any:
         tokens = params.max_tokens - (arm != PLAIN)
         return timed_run(engine, works, replace(params, max_tokens=tokens), arm)
 
     def fits(seconds: float, done: int) -> bool:
-        asked.append((seconds, done))
+        checks.append((seconds, done))
         return done < 1
 
     monkeypatch.setattr(rounds, "timed_run", shorter)
     speed = measured(target, directory, corpus, fits=fits)
     assert [r.same_text for r in speed.results] == [True] + [False] * 3 and speed.rounds == 1
-    assert [done for _, done in asked] == [0, 1]
-    assert all(0 < seconds < 3 * (time.monotonic() - began) for seconds, _ in asked)
+    assert [done for _, done in checks] == [0, 1]
+    assert all(0 < seconds < 3 * (time.monotonic() - began) for seconds, _ in checks)
     assert measured(target, directory, corpus, fits=lambda *_: False) is None
 
 
-@pytest.mark.parametrize("good", ["auto's", "the new one"])
+@pytest.mark.parametrize("better", ["automatic", "new"])
 def test_two_drafters_of_one_kind_are_compared(
-    good: str, target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    better: str, target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each by its own name; no directory of this machine appears in the result."""
-    settings, twin, stranger = SETTINGS, tiny.worded(0.001), tiny.worded(3.0)
-    default, new = (twin, stranger) if good == "auto's" else (stranger, twin)
+    """Each has its own name, and no directory of this machine appears in the result."""
+    settings, close, random = SETTINGS, tiny.worded(0.001), tiny.worded(3.0)
+    default, new = (close, random) if better == "automatic" else (random, close)
     monkeypatch.setattr(speed_module, "automatic", lambda *_: f"model:{default}")
     timed_run = rounds.timed_run
     monkeypatch.setattr(rounds, "timed_run", lambda *args: timed_run(*args[:3], at_depth(args[3])))
     speed = measured(target, new, corpus, settings)
     auto, _, alone = speed.results[1:]
-    assert (alone.accepted_length > auto.accepted_length) == (good == "the new one")
+    assert (alone.accepted_length > auto.accepted_length) == (better == "new")
     assert speed.comparison.default == "model" and speed.comparison.interval
     assert speed.comparison.draft in ("suffix+model:DIRECTORY", "model:DIRECTORY")
     text = json.dumps(Measurements([], {}, speed).as_dict())
@@ -110,7 +110,9 @@ def test_two_drafters_of_one_kind_are_compared(
     assert [r.draft for r in speed.results] == ["off", "auto", "model:DIRECTORY"]
 
 
-def test_the_shortest_prompts_have_the_longest_outputs(target: Target, directory: Path) -> None:
+def test_the_shortest_prompts_with_the_longest_outputs_are_timed(
+    target: Target, directory: Path
+) -> None:
     """Prompts of tasks may be longer than training texts."""
     settings = replace(SETTINGS, speed_rounds=1)
     for prompts, expected in (

@@ -1,4 +1,4 @@
-"""The texts of each step can be repeated; captured texts are stored, and damaged ones read again."""
+"""The texts of each step are reproducible; captured texts are stored, and damaged ones read again."""
 
 import errno
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tests.train.conftest import SMALL, Notes, documents
 
 @pytest.fixture
 def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many texts the target read in each call, with hidden states and likeliest tokens."""
+    """The number of texts that the target read in each call, with hidden states and top tokens."""
     calls: list[int] = []
     batch = target.batch
 
@@ -64,7 +64,7 @@ def equal(a: Batch, b: Batch) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def test_batches_are_the_targets_outputs_to_two_bytes(
+def test_batches_are_the_targets_outputs_in_16_bits(
     target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
     texts = made(target, corpus, tmp_path / "x")
@@ -95,18 +95,18 @@ def test_stored_texts_are_not_read_again(
     assert equal(texts.batch([3, 4]), first) and counted == [2, 1, 2]
 
 
-def test_continuations_are_captured_while_they_are_written(
+def test_continuations_are_captured_while_they_are_generated(
     target: Target,
     corpus: Corpus,
     counted: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Even while drafting is paused, and with the values that reading would give."""
+    """This holds while drafting is paused, too; the values are those of reading."""
     monkeypatch.setattr(target.llm.engine.guard, "paused_steps", 100_000)
     texts = made(target, corpus, tmp_path / "x", on_policy=0.5)
     first = texts.batch([0, 1, 2, 3])
-    assert counted == [2], "texts of the data"
+    assert counted == [2], "only texts of the data are read"
     assert equal(texts.batch([0, 1, 2, 3]), first) and counted == [2]
     reading = made(target, corpus, tmp_path / "y", on_policy=0.5)
     reading.captured = lambda n: None  # type: ignore[method-assign]
@@ -127,7 +127,7 @@ def test_texts_captured_before_the_run_are_not_read_again(
     assert texts.window < plain.window, "both stores share the room"
     everything = range(len(corpus.examples))
     first = texts.batch(everything)
-    assert counted == [1], "the one that was not captured"
+    assert counted == [1], "only the text that was not captured is read"
     assert equal(first, plain.batch(everything))
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_file_is_replaced(
         assert equal(texts.batch([0]), first) and counted == [1] * number
 
 
-def test_room_is_bounded(
+def test_the_size_of_the_store_is_bounded(
     target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
     small = made(target, corpus, tmp_path / "x", keep_gb=1e-9)
@@ -155,7 +155,7 @@ def test_room_is_bounded(
     assert counted == [1, 1, 1]
 
 
-def test_a_full_disk_costs_time_only(
+def test_a_full_disk_costs_only_time(
     target: Target,
     corpus: Corpus,
     counted: list[int],
@@ -179,7 +179,7 @@ def test_a_full_disk_costs_time_only(
 def test_texts_are_reused(
     target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, reuse: int
 ) -> None:
-    """The first are new, then one in `reuse`; the others are any of the latest."""
+    """The first texts are new, then one in `reuse`; the others are recent ones."""
     monkeypatch.setattr(stream, "INITIAL_TEXTS", 10)
     texts = TrainingTexts(corpus, target, Training(**(SMALL | {"reuse": reuse})))
     texts.window = 8
@@ -200,7 +200,7 @@ def test_texts_are_reused(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_a_step_can_be_repeated(target: Target, corpus: Corpus, share: float) -> None:
+def test_the_texts_of_a_step_are_reproducible(target: Target, corpus: Corpus, share: float) -> None:
     settings = Training(**(SMALL | {"on_policy": share, "accumulate": 2}))
     texts = TrainingTexts(corpus, target, settings)
     steps = [texts.step(n) for n in range(8)]
@@ -212,13 +212,13 @@ def test_a_step_can_be_repeated(target: Target, corpus: Corpus, share: float) ->
     assert share == 1 or set(others[: len(corpus.examples)]) == set(corpus.examples)
 
 
-def test_data_that_cannot_be_learned_from(target: Target) -> None:
+def test_data_without_usable_texts_are_refused(target: Target) -> None:
     chat = [Document("a", "a", (Passage("grey " * 60, "x"),))]
-    for found, prompt_tokens, says in (
+    for found, prompt_tokens, message in (
         (documents(['"a"']), 8, "use --on-policy 1"),
         (documents(["[10,12,10,12,10,12,10,12]"]), 45, "longer than prompt_tokens"),
         (chat, 8, r"1 prompts leave no room .* use a larger --tokens"),
     ):
         corpus = Corpus(found, target.tokenizer, 48, prompt_tokens)
-        with pytest.raises(ForerunError, match=says):
+        with pytest.raises(ForerunError, match=message):
             TrainingTexts(corpus, target, Training(**SMALL))

@@ -1,5 +1,5 @@
-"""Attention in which each token walks its own keys: equal to the reference, and a token of a tree
-computes the bits of plain decoding."""
+"""Attention in which each token walks its own keys equals the reference, and a token of a tree has
+the bits of plain decoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 6]  # a draft tree
 
 
 def paths(parents: Sequence[int]) -> list[list[int]]:
-    """The path of each node, itself last."""
+    """Return the path of each node from the root to the node."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents):
         found.append([*(found[parent] if parent >= 0 else []), node])
@@ -41,7 +41,7 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
 def walk_of(
     lines: Tensor, lengths: Sequence[int], trees: Sequence[Sequence[int]], each: int
 ) -> Walk:
-    """The walk of a tree behind each segment's committed rows, padded to `each` tokens."""
+    """Return the walk of a tree behind each segment's committed rows, padded to `each` tokens."""
     position, direct, extra_at, extra = [], [], [], []
     for line, length, parents in zip(lines, lengths, trees, strict=True):
         for path in paths(parents):
@@ -70,20 +70,20 @@ def options_of(options: dict[str, Any], heads: int) -> dict[str, Any]:
     return options | ({"sink_logits": random(7, heads)} if "sink_logits" in options else {})
 
 
-def seen_from(last: int, window: int | None, options: dict[str, Any]) -> list[int]:
-    """The positions that a token at `last` sees."""
+def visible_from(last: int, window: int | None, options: dict[str, Any]) -> list[int]:
+    """Return the positions that are visible to a token at `last`."""
     first = max(last - window + 1, 0) if window else 0
     if "chunk" in options:
         first = max(first, last - last % options["chunk"])
     return [p for p in range(last + 1) if p >= first or p < options.get("sinks", 0)]
 
 
-def rubbish(*shape: Any, **options: Any) -> Tensor:
+def nan_tensor(*shape: Any, **options: Any) -> Tensor:
     return torch.full(*shape, torch.nan, **options)
 
 
 def case_reference() -> None:
-    """Two segments, one of them a tree, beside softmax over the rows of each token."""
+    """Two segments, one of them a tree, compared with softmax over the rows of each token."""
     for heads, kv_heads, size, length, softcap, window, more in SHAPES:
         options = options_of(more, heads)
         keys, values = (random(seed, ROWS, kv_heads, size) for seed in (1, 2))
@@ -91,12 +91,12 @@ def case_reference() -> None:
         trees, lengths = [PARENTS, [-1]], [length, 5]
         q = random(4, 2 * len(PARENTS), heads, size)
         walk = walk_of(lines, lengths, trees, len(PARENTS))
-        with patch.object(torch, "empty", rubbish):  # parts that nobody computes are not read
+        with patch.object(torch, "empty", nan_tensor):  # no uncomputed part may be read
             found = attend(q, keys, values, walk, size**-0.5, softcap, window, **options)
         for r, (line, own, parents) in enumerate(zip(lines, lengths, trees, strict=True)):
             for node, path in enumerate(paths(parents)):
                 rows = [*line[:own].tolist(), *(int(line[own + i]) for i in path)]
-                rows = [rows[p] for p in seen_from(len(rows) - 1, window, more)]
+                rows = [rows[p] for p in visible_from(len(rows) - 1, window, more)]
                 token = r * len(PARENTS) + node
                 expected = reference.attention(
                     q[None, token : token + 1],
@@ -111,7 +111,7 @@ def case_reference() -> None:
 
 
 def case_bits() -> None:
-    """Each node of a tree has the bits of a pass over that token alone, behind its own text."""
+    """Each node of a tree has the bits of a pass over that token alone, after its path."""
     for heads, kv_heads, size, length, softcap, window, more in (*SHAPES[::2], SHAPES[-1]):
         options = options_of(more, heads)
         keys, values = (random(seed, ROWS, kv_heads, size) for seed in (1, 2))
@@ -129,7 +129,7 @@ def case_bits() -> None:
 
 
 def case_padding() -> None:
-    """Padding tokens read nothing and get zeros; rubbish in rows that nobody sees does no harm."""
+    """Padding tokens read nothing and get zeros; nan in rows that no token sees does no harm."""
     keys, values = random(1, ROWS, 2, 16), random(2, ROWS, 2, 16)
     lines = lines_of(1, SPAN)
     keys[lines[0, 40:]] = values[lines[0, 40:]] = torch.nan
@@ -139,7 +139,7 @@ def case_padding() -> None:
 
 
 def compile_attention() -> None:
-    """Both kernels, for heads of 128 in groups of four."""
+    """Compile both kernels for heads of 128 in groups of four."""
     sizes = dict(G=4, GP=16, D=128, DP=128, SPLITS=8, SPAN=SPAN)
     kinds = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16"}
     kinds |= {"table": "*i64", "extra": "*i64", "scale": "fp32", "softcap": "fp32"}

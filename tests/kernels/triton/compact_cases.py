@@ -1,4 +1,4 @@
-"""Moving accepted rows: the cache has the bits that `KVCache.commit` leaves."""
+"""Moving accepted rows gives the cache the bits that `KVCache.commit` gives it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def case_equals_commit() -> None:
 
 
 def case_wide_rows() -> None:
-    """Rows of more than a piece, whose last piece is not full."""
+    """Rows of several pieces, with a last piece that is not full."""
     stored = random(2, 2, 12, 3, 700)
     expected = stored.clone()
     rows = tensor([[11, 4, 0, 7, 2]])

@@ -1,4 +1,4 @@
-"""Kernels compiled for sm_90 without a GPU, and what the machine code says about them."""
+"""Compiles kernels for sm_90 without a GPU, and checks their machine code."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def check_machine_code(
     aligned: Collection[str] = (),
     fuses: bool = True,
 ) -> str:
-    """Compile a kernel; it may use so many registers and KiB of shared memory, and spills nothing.
-    Returns its machine code.
+    """Compile a kernel, check that it spills nothing, and return its machine code.
 
     Args:
         kinds: types of its arguments by name, "i32" by default.
-        contains: an instruction that the code has.
-        aligned: integers that are multiples of 16, as Triton finds out when it compiles for a call.
-        fuses: products and sums may be one operation.
+        registers, shared: upper bounds of registers per thread and KiB of shared memory.
+        contains: an instruction that the code must contain.
+        aligned: integer arguments that are multiples of 16, which Triton detects in a real call.
+        fuses: allow fused products and sums.
     """
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}

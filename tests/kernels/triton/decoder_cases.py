@@ -1,5 +1,5 @@
-"""Whole tiny decoders with Triton's kernels: the logits, cache and tokens of the torch decoder, and
-the same bits for a token alone and in a tree."""
+"""Tiny decoders with Triton's kernels have the logits, cache and tokens of the torch decoder, and a
+token has the same bits alone and in a tree."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.quantise import checkpoint
 
 PARENTS = [-1, 0, 0, 1, 3]  # a draft tree
 PROMPT = [5, 9, 11, 4, 8]
-# passes with less padding: the interpreter is slow
+# less padding in passes, since the interpreter is slow
 padded_pass.DRAFT_TOKENS, padded_pass.MIN_KEYS = 8, 128
 
 
-class Again:
+class Rerun:
     """A stand-in for `CudaGraphs` that runs the function again, with the kernels of Triton."""
 
     def __init__(self, own_layers: bool) -> None:
@@ -50,7 +50,7 @@ def decoder_of(
     packing: str = "",
     **more: Any,
 ) -> Decoder:
-    """A tiny decoder of two layers and few heads: the interpreter is slow."""
+    """Return a tiny decoder of two layers and few heads, since the interpreter is slow."""
     directory = tiny.new_directory(family)
     sizes: dict[str, Any] = dict(
         num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=heads // 2
@@ -62,9 +62,9 @@ def decoder_of(
 
 
 def runners_of(decoder: Decoder, own_layers: bool = True) -> tuple[Runner, Runner]:
-    """A runner with the kernels and one on torch."""
+    """Return a runner with the kernels and one on torch."""
     sizes = dict(tokens=512, page=4, slots=2)
-    return Runner(decoder, **sizes, graphs=Again(own_layers)), Runner(decoder, **sizes)
+    return Runner(decoder, **sizes, graphs=Rerun(own_layers)), Runner(decoder, **sizes)
 
 
 def forward(runner: Runner, *segments: Segment) -> Tensor:
@@ -89,7 +89,7 @@ def read_prompt(runners: Sequence[Runner]) -> None:
 
 
 def compare_passes(runners: Sequence[Runner], **slack: float) -> None:
-    """A prompt, then a tree behind it."""
+    """Compare passes over a prompt and over a tree behind it."""
     last = len(PROMPT) - 1
     compare(runners, Segment.chain(0, PROMPT, [last]), **slack)
     read_prompt(runners)
@@ -110,8 +110,8 @@ def case_layers() -> None:
 
 
 def case_packed() -> None:
-    """int8 and int4 stay packed in the kernels, and have the logits of plain torch; so do the
-    numbers of checkpoints with zero points, of which each node of a tree has the bits alone."""
+    """int8 and int4 stay packed in the kernels, and have the logits of plain torch; so do weights
+    with zero points, for which a node of a tree has the bits of the token alone."""
     wide = tiny.new_directory("llama")
     sizes = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=96)
     checkpoint(wide, "gptq", size=32, symmetric=False, **sizes)
@@ -133,8 +133,8 @@ def case_packed() -> None:
 
 
 def case_experts() -> None:
-    """Whole decoders with experts, alone and beside a dense MLP with a gate of its own, in
-    floats and packed; each node of a tree has the bits alone."""
+    """Decoders with experts, with and without a shared gated expert, in floats and packed; a node
+    of a tree has the bits of the token alone."""
     fine = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4)
     for family, packing, sizes in (
         ("qwen3_moe", "int4", fine | dict(moe_intermediate_size=96)),
@@ -154,8 +154,8 @@ def case_experts() -> None:
 
 
 def case_experts_alone() -> None:
-    """Layers on torch with the kernels' experts, where the kernels do not compute the layers, and
-    experts on torch where they do not fit."""
+    """Layers that the kernels do not support run on torch with the kernels' experts, or with torch
+    experts if their sizes do not fit."""
     called = []
     compute = experts.compute_experts
 
@@ -179,8 +179,8 @@ def case_experts_alone() -> None:
 
 
 def case_segments() -> None:
-    """Two requests in a pass, a level behind uncommitted tokens, and single tokens; hidden states
-    of both ends."""
+    """Two requests in a pass, a level behind uncommitted tokens, single tokens, and hidden states
+    of the first and last layer."""
     runners = runners_of(decoder_of("llama-biased", heads=4))
     compare_passes(runners)
     level = Segment(0, [20, 21], [*PARENTS, 3, 4], [0, 1], offset=len(PARENTS))
@@ -196,14 +196,14 @@ def case_segments() -> None:
 
 
 def case_bfloat16() -> None:
-    """Near the torch decoder, no more: the interpreter cuts off what a card rounds."""
+    """The interpreter truncates where a GPU rounds, so the logits are only close."""
     runners = runners_of(decoder_of("llama", torch.bfloat16))
     found, expected = (forward(each, Segment(0, [5, 9], [-1, 0], [0, 1])) for each in runners)
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def case_bits_of_a_tree() -> None:
-    """Each node of a tree has the bits of plain decoding, token by token, along its path."""
+    """Each node of a tree has the bits of decoding its path token by token."""
     runner = runners_of(decoder_of("qwen3"))[0]
     last = len(PROMPT) - 1
     forward(runner, Segment.chain(0, PROMPT, [last]))
@@ -221,8 +221,8 @@ def check_bits_of_a_tree(runner: Runner) -> None:
 
 
 def case_attention_alone() -> None:
-    """Layers on torch with the kernel's attention, where the kernels do not compute the layers:
-    windows, scores without values, and chunks of the text shorter than the prompt."""
+    """Layers that the kernels do not support run on torch with the kernel's attention: windows,
+    attention sinks, and chunked attention with chunks shorter than the prompt."""
     for family in ("gpt2", "mistral", "gpt_oss", "llama4"):
         more = {"attention_chunk_size": 4} if family == "llama4" else {}
         decoder = decoder_of(family, **more)
@@ -235,8 +235,7 @@ def case_attention_alone() -> None:
 
 
 def case_falls_back() -> None:
-    """A kernel that fails, before or while passes run: torch computes them, and the log has one
-    line."""
+    """If a kernel fails before or while passes run, torch computes them, and one line is logged."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -254,7 +253,7 @@ def case_falls_back() -> None:
 
     fused.gate = broken
     try:
-        for runner in runners:  # another shape, which is recorded now
+        for runner in runners:  # another shape, which is recorded with the broken kernel
             runner.forward([Segment(0, [7], [-1], [0])], (0,))
     finally:
         fused.gate = before
@@ -265,7 +264,7 @@ def case_falls_back() -> None:
 
 
 def case_agreement() -> None:
-    """What runs before the kernels are used on a device finds no fault, and finds one."""
+    """The check before the kernels are used on a device passes, and detects a wrong kernel."""
     assert triton_kernels.disagreements(DEVICE) == []
     before = fused.gate
     try:

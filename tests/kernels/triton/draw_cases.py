@@ -1,4 +1,4 @@
-"""Draws on the device: the tokens of the draw on the CPU, whatever the filters are."""
+"""Sampling on the device draws the tokens of sampling on the CPU, with any filters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case_small_rows() -> None:
 
 
 def case_many_rows() -> None:
-    """64 rows without filters, and the law of the draws: noise does not repeat."""
+    """64 rows without filters have independent noise."""
     own, keys = [Sampling(1.0)] * 64, keys_of(64)
     logits = random(3, 1, 40).expand(64, 40).contiguous()
     found = drawn(logits, own, keys)
@@ -57,7 +57,7 @@ def case_many_rows() -> None:
 
 
 def case_ties() -> None:
-    """Equal logits: the lowest token wins; those tied at the border of top-k and top-p stay."""
+    """Of equal logits the lowest token wins; tokens tied at the border of top-k or top-p stay."""
     logits = (random(4, 6, 128) * 2).round()  # a few dozen different numbers
     own = [
         GREEDY,
@@ -70,7 +70,7 @@ def case_ties() -> None:
     keys = keys_of(6)
     found = drawn(logits, own, keys)
     assert found[0] == int(logits[0].argmax())
-    exact = [0, 1, 4, 5]  # without top-p the CPU keeps the same
+    exact = [0, 1, 4, 5]  # without top-p the CPU keeps the same tokens
     expected = sample_tokens(logits, own, keys)
     assert [found[i] for i in exact] == [expected[i] for i in exact]
     scores = shape_scores(logits, own)
@@ -102,9 +102,9 @@ def case_not_finite() -> None:
 
 
 def case_probabilities() -> None:
-    """The nucleus is that of the CPU at its borders: sums that are met, and ends of bins."""
-    chances = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
-    logits = chances.log().repeat(4, 1)[:, [3, 1, 0, 4, 2]].contiguous()
+    """The nucleus equals that of the CPU at its borders: exact sums, and ends of bins."""
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
+    logits = probs.log().repeat(4, 1)[:, [3, 1, 0, 4, 2]].contiguous()
     for seed in range(1):
         own = [Sampling(1.0, 0, top_p) for top_p in (0.49, 0.51, 0.76, 0.9999999)]
         keys = keys_of(4, seed)

@@ -1,4 +1,4 @@
-"""Chosen experts: equal to their twin in all forms, and a pair has the bits of that pair alone."""
+"""Experts equal their reference in all forms, and a (token, expert) pair has the same bits alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SQUARES = functools.partial(reference.activate, kind="relu2")
 
 
 def chosen(seed: int, tokens: int, count: int, used: int) -> Tensor:
-    """Different experts of each token."""
+    """Return different random experts for each token."""
     return random(seed, tokens, count).argsort(-1)[:, :used]
 
 
@@ -52,13 +52,13 @@ def case_tiles() -> None:
         assert found == sorted((expert, pair) for pair, expert in enumerate(flat))
 
 
-# tokens, experts, chosen ones, inner size, width: experts whose sizes are multiples of the tiles or
-# not, tiles of 16 and 32 rows, one part and several, a last part with less than the others
+# tokens, experts, experts per token, inner size, width: sizes that are multiples of the tiles or
+# not, tiles of 16 and 32 rows, one part and several, a last part that is smaller than the others
 SHAPES = [(3, 5, 2, 96, 128), (40, 4, 3, 64, 256), (2, 3, 1, 72, 600)]
 
 
-def case_equals_twin() -> None:
-    """All forms in one shape, and some in the others."""
+def case_equals_reference() -> None:
+    """All forms are compared in one shape, and some in the others."""
     for tokens, count, used, inner, width in SHAPES:
         x, choice = random(2, tokens, width), chosen(3, tokens, count, used)
         ups, downs = matrices(2 * count * inner, width), matrices(count * width, inner)
@@ -72,7 +72,7 @@ def case_equals_twin() -> None:
 
 
 def case_mixtures() -> None:
-    """Biases, bounds, weights on inputs, experts without gates, and floats as they are loaded."""
+    """Biases, clamps, weighted inputs, experts without gates, and floats in the loaded layout."""
     x, choice, factors = random(2, 7, 128), chosen(3, 7, 6, 2), random(4, 7, 2).abs()
     for halves, activate in ((2, GATES["clamped_swiglu"]), (1, SQUARES)):
         up, down = random(5, halves * 6 * 128, 128), random(6, 6 * 128, 128)
@@ -88,7 +88,8 @@ def case_mixtures() -> None:
 
 
 def case_bits_of_a_pair() -> None:
-    """Alone, among others, in another place, and beside rows that are not finite."""
+    """The bits are the same alone, among others, in another row, and beside rows that are not
+    finite."""
 
     def run(x: Tensor, choice: Tensor, matrix: DeviceMatrix) -> Tensor:
         found = products(x, matrix, 3, assign_tiles(choice, 3), halves=2)
@@ -96,17 +97,17 @@ def case_bits_of_a_pair() -> None:
 
     for inner in (40, 64):
         x, choice = random(9, 40, 256).to(FLOATS), chosen(4, 40, 3, 2)
-        known = matrices(2 * 3 * inner, 256)
-        known["float"] = DeviceMatrix.from_floats(random(1, 6 * inner, 256).to(FLOATS))
+        by_form = matrices(2 * 3 * inner, 256)
+        by_form["float"] = DeviceMatrix.from_floats(random(1, 6 * inner, 256).to(FLOATS))
         forms = ["float", "int8", "int8 by 32", "int4 by 32", "fp8"]
         forms += ["int4 by 128 with zero points", "int8 by 32 with minima"]
         for form in forms:
-            matrix = known[form]
+            matrix = by_form[form]
             together = run(x, choice, matrix)
             own = slice(39, 40)
             assert torch.equal(run(x[own], choice[own], matrix), together[:, own]), form
             if form not in ("float", "int4 by 32"):
-                continue  # what differs between forms is within a tile
+                continue  # forms differ within a tile only
             assert torch.equal(run(x.flip(0), choice.flip(0), matrix).flip(1), together), form
             assert torch.equal(run(x[5:18], choice[5:18], matrix), together[:, 5:18]), form
             broken = x[:12].clone()

@@ -1,4 +1,4 @@
-"""What a layer computes between its products: equal to its twins, row by row."""
+"""The operations of a layer between its products equal their references, row by row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.kernels.triton import fused
 from tests.kernels.triton.compiled import check_machine_code
 from tests.kernels.triton.inputs import random, tensor
 
-# the interpreter cuts off what a card rounds to bfloat16
+# the interpreter truncates to bfloat16 where a GPU rounds
 SLACK = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=2**-5, atol=2**-5)}
 
 
@@ -21,7 +21,7 @@ def rows_alone_equal(found: Tensor, run: Any, rows: tuple[int, ...]) -> None:
 
 
 def case_add_norm() -> None:
-    """Odd widths, one part and several, with and without each option, in both dtypes."""
+    """Covers odd widths, one part and several, all options, and both dtypes."""
     for rows, width, count in ((1, 1, 1), (5, 33, 2), (3, 300, 8), (64, 64, 4)):
         for dtype in SLACK:
             x, parts = random(1, rows, width).to(dtype), random(2, count, rows, width)
@@ -47,7 +47,7 @@ def case_add_norm() -> None:
 
 
 def case_broken_rows() -> None:
-    """A row that is not finite stays so, as in torch, and spoils no other; zeros give zeros."""
+    """A row that is not finite stays so, as in torch, and changes no other; zeros give zeros."""
     x, parts, weight = random(1, 6, 40), random(2, 3, 6, 40), random(3, 40)
     clean = fused.add_norm(x, parts, weight, 1e-6)
     x[1, 3], parts[1, 2, 0], x[4] = torch.nan, torch.inf, -torch.inf
@@ -72,7 +72,7 @@ SHAPES = [
 
 
 def case_rotate_and_store() -> None:
-    """Partial rotations, norms, biases, rows of the cache in any order, and padding without one."""
+    """Partial rotations, norms, biases, cache rows in any order, and padding without a row."""
     for heads, kv_heads, size, pairs, norms, biased in SHAPES:
         for dtype in SLACK:
             width, tokens = (heads + 2 * kv_heads) * size, 7

@@ -1,4 +1,4 @@
-"""Inputs of the cases: the same numbers in Triton's interpreter and on a GPU."""
+"""Inputs of the cases, which are the same in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 DEVICE = torch.device(os.environ.get("FORERUN_KERNEL_DEVICE", "cpu"))
-# of cases about bits: tensor cores multiply bfloat16, of which the interpreter knows nothing
+# dtype of cases about bits: tensor cores multiply bfloat16, which the interpreter does not support
 FLOATS = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 
 
 def random(seed: int, *shape: int) -> Tensor:
-    """Normally distributed numbers."""
+    """Return normally distributed numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 

@@ -1,4 +1,4 @@
-"""Products of a few rows: equal to their twin, and a row has the bits of that row alone."""
+"""Products of a few rows equal their reference, and a row has the bits of that row alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
 
 
 def matrices(outputs: int, inputs: int) -> dict[str, DeviceMatrix]:
-    """A matrix in each form, with scales and minima of different sizes."""
+    """Return a matrix in each form, with scales and minima for groups of different sizes."""
     found = {"float": DeviceMatrix.from_floats(random(1, outputs, inputs))}
     values, scale = integers(2, -128, 127, outputs, inputs), random(3, outputs) / 100
     found["int8"] = DeviceMatrix.from_values("int8", values, scale)
@@ -58,11 +58,11 @@ def matrices(outputs: int, inputs: int) -> dict[str, DeviceMatrix]:
     return found
 
 
-# rows, outputs, inputs: odd sizes, one part and several, a last part with less than the others
+# rows, outputs, inputs: odd sizes, one part and several, a last part smaller than the others
 SHAPES = [(1, 1, 1), (3, 65, 96), (16, 64, 1000), (17, 130, 32), (40, 7, 512)]
 
 
-def case_equals_twin() -> None:
+def case_equals_reference() -> None:
     for rows, outputs, inputs in SHAPES:
         x, bias = random(7, rows, inputs), random(8, outputs)
         for form, matrix in matrices(outputs, inputs).items():
@@ -77,10 +77,11 @@ def case_equals_twin() -> None:
 
 
 def case_bits_of_a_row() -> None:
-    """Alone, in any place among up to 64 rows, and beside rows that are not finite."""
+    """The bits are the same alone, anywhere among up to 64 rows, and beside rows that are not
+    finite."""
     for inputs in (600, 256):
-        x, known = random(9, 64, inputs).to(FLOATS), matrices(5, inputs)
-        known["float"] = DeviceMatrix.from_floats(random(1, 5, inputs).to(FLOATS))
+        x, by_form = random(9, 64, inputs).to(FLOATS), matrices(5, inputs)
+        by_form["float"] = DeviceMatrix.from_floats(random(1, 5, inputs).to(FLOATS))
         forms = {"float", "int8", "int8 by 32", "int4 by 32", "int4 by 128 with zero points"}
         forms |= {
             "fp8",
@@ -89,8 +90,8 @@ def case_bits_of_a_row() -> None:
             "int4 by 32 with minima",
             "int8 by 32 with minima",
         }
-        for form in forms & known.keys():
-            matrix = known[form]
+        for form in forms & by_form.keys():
+            matrix = by_form[form]
             together = linear(x, matrix)
             for row in (7, 40):
                 assert torch.equal(linear(x[row : row + 1], matrix)[0], together[row]), form
@@ -103,7 +104,7 @@ def case_bits_of_a_row() -> None:
 
 
 def case_parts() -> None:
-    """Their number depends on the shape of the matrix alone, and zeros pad without a trace."""
+    """The number of parts depends on the matrix's shape only, and zero padding changes no bit."""
     shapes = {(6144, 4096): 4, (4096, 14336): 4, (28672, 4096): 1, (3072, 2048): 8, (64, 128): 1}
     for (outputs, inputs), parts in shapes.items():
         weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
@@ -117,7 +118,7 @@ def case_parts() -> None:
 
 
 def case_dtypes() -> None:
-    """bfloat16 in and out; the interpreter cuts off what a card rounds."""
+    """bfloat16 in and out; the interpreter truncates where a GPU rounds."""
     x, matrix = (
         random(1, 9, 256).bfloat16(),
         DeviceMatrix.from_floats(random(2, 64, 256).bfloat16()),
@@ -130,7 +131,7 @@ def case_dtypes() -> None:
 
 
 def case_gguf_blocks() -> None:
-    """The numbers of blocks are those that gguf reads."""
+    """Values of blocks are those that the gguf package reads."""
     for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K"):
         rows = random_rows(kind, 70, 512, 1.0, 4)
         held = blocks.integers(kind, torch.from_numpy(rows).to(DEVICE))

@@ -1,5 +1,5 @@
-"""Recurrent layers: outputs and memory of the torch form, and the same bits for a token alone, in a
-tree, and from its record."""
+"""Recurrent layers have the outputs and memory of the torch form, and a token has the same bits
+alone, in a tree, and from its record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kernels.triton.decoder_cases import compare, compare_passes, runners_
 from tests.kernels.triton.inputs import DEVICE
 from tests.kernels.triton.inputs import random as numbers
 
-# sizes that fill no block; of Mamba-2 and lightning attention the keys and values of a group alike
+# sizes that fill no block
 DELTA = RecurrentLayers(
     kind="delta",
     layers=(True, False),
@@ -85,7 +85,7 @@ class Layer:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """The outputs of each segment, [tokens, inner]."""
+        """Return the outputs of each segment, [tokens, inner]."""
         shape = PassShape(1 << (len(segments) - 1).bit_length(), 8, 256)
         steps = steps_of(segments, shape, self.states, self.has_kernel)
         assert steps is not None
@@ -108,7 +108,7 @@ class Layer:
         self.lengths[slot] += len(path)
 
     def memory(self) -> list[Tensor]:
-        """States, and by slot pending records and what convolutions begin with."""
+        """Return the states, and for each slot its pending records and convolution history."""
         states = self.states
         found = [states.data[:, : states.layout.states]]
         for slot, (pending, half) in enumerate(zip(states.pending, states._half, strict=True)):
@@ -116,40 +116,40 @@ class Layer:
         return found
 
 
-def random_segments(chance: random.Random) -> list[Segment]:
-    """Chains and trees in several slots."""
+def random_segments(dice: random.Random) -> list[Segment]:
+    """Return chains and trees in several slots."""
     segments = []
-    for slot in chance.sample(range(SLOTS), chance.randint(1, SLOTS)):
-        count, reach = chance.choice([1, 1, 3, 7]), chance.choice([1, 3])
-        parents = [-1, *(chance.randint(max(0, i - reach), i - 1) for i in range(1, count))]
-        segments.append(Segment(slot, text(count, chance.randrange(999)), parents, []))
+    for slot in dice.sample(range(SLOTS), dice.randint(1, SLOTS)):
+        count, reach = dice.choice([1, 1, 3, 7]), dice.choice([1, 3])
+        parents = [-1, *(dice.randint(max(0, i - reach), i - 1) for i in range(1, count))]
+        segments.append(Segment(slot, text(count, dice.randrange(999)), parents, []))
     return segments
 
 
 def case_equals_torch() -> None:
     for r in KINDS:
-        ours, theirs, chance = Layer(r), Layer(r, has_kernel=False), random.Random(0)
+        compiled, reference, dice = Layer(r), Layer(r, has_kernel=False), random.Random(0)
         for _ in range(3):
-            segments = random_segments(chance)
-            outputs = ours.forward(segments), theirs.forward(segments)
+            segments = random_segments(dice)
+            outputs = compiled.forward(segments), reference.forward(segments)
             for found, expected in zip(*outputs, strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             for segment in segments:
-                path = random_path(segment, chance)
-                for each in (ours, theirs):
+                path = random_path(segment, dice)
+                for each in (compiled, reference):
                     each.commit(segment.slot, path)
-            for found, expected in zip(ours.memory(), theirs.memory(), strict=True):
+            for found, expected in zip(compiled.memory(), reference.memory(), strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def case_bits_of_plain_decoding() -> None:
-    """Of tokens alone in a pass of one slot; the states are those of the same tokens as well."""
+    """Outputs and states have the bits of one-token passes over a single slot."""
     for r in (DELTA, MAMBA, LIGHTNING):
-        drafted, plain, chance = Layer(r), Layer(r), random.Random(1)
+        drafted, plain, dice = Layer(r), Layer(r), random.Random(1)
         for _ in range(3):
-            segments = random_segments(chance)
+            segments = random_segments(dice)
             for segment, found in zip(segments, drafted.forward(segments), strict=True):
-                path = random_path(segment, chance)
+                path = random_path(segment, dice)
                 drafted.commit(segment.slot, path)
                 for node in path:
                     single = Segment(segment.slot, [segment.tokens[node]], [-1], [])
@@ -184,7 +184,7 @@ def tiny_decoder(family: str) -> Decoder:
 
 
 def case_decoders() -> None:
-    """Whole tiny models whose other layers run on torch, and one whose layers have no kernel."""
+    """Tiny models with other layers on torch, and one whose recurrent layers have no kernel."""
     for family in ("qwen3_5", "falcon_h1", "lfm2"):
         runners = runners_of(tiny_decoder(family))
         compare_passes(runners)
@@ -198,7 +198,7 @@ def case_decoders() -> None:
 
 
 def case_falls_back() -> None:
-    """A kernel that fails is replaced by torch, with the states as they were."""
+    """A kernel that fails is replaced by torch and leaves the states unchanged."""
     runners, before = runners_of(tiny_decoder("falcon_h1")), kernels.recur
     compare_passes(runners)
     for runner in runners:
@@ -208,7 +208,7 @@ def case_falls_back() -> None:
         raise RuntimeError("out of resource: shared memory")
 
     kernels.recur = broken
-    try:  # another shape, which is recorded now
+    try:  # another shape, which is recorded with the broken kernel
         compare(runners, Segment(0, [6, 7, 8], [-1, 0, 0], [1]), Segment(1, [9, 4], [-1, 0], [1]))
     finally:
         kernels.recur = before
@@ -227,8 +227,8 @@ SHAPES = (
 def compile_kernels() -> None:
     floats = ("inputs", "decays", "weight", "bias", "decay_bias", "decay_rate", "data", "q_out")
     floats += ("q", "skip", "out", "points")
-    whole = ("slots", "old_halves", "new_halves", "counts", "pending", "parents", "windows")
-    kinds = dict.fromkeys(floats, "*fp32") | dict.fromkeys((*whole, "histories"), "*i64")
+    integers = ("slots", "old_halves", "new_halves", "counts", "pending", "parents", "windows")
+    kinds = dict.fromkeys(floats, "*fp32") | dict.fromkeys((*integers, "histories"), "*i64")
     kinds["scale"] = "fp32"
     for kind, channels, key_heads, key_size, value_heads, value_size in SHAPES:
         sizes = dict(KH=key_heads, K=key_size, VH=value_heads, V=value_size)

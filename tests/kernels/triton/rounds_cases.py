@@ -1,5 +1,5 @@
-"""Engines whose passes, draws, walks and compactions are Triton's kernels: the tokens of an engine on
-torch that runs one round a step."""
+"""Engines whose passes, sampling, walks and compaction are Triton's kernels emit the tokens of an
+engine on torch that runs one round per step."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PROMPTS = [[5, 9, 11], [4, 8, 21, 3]]
 FILTERED = [{"temperature": 0.9, "top_k": 5}, {"temperature": 1.2, "min_p": 0.02}]
 
 
-class Again:
-    """A stand-in for `CudaGraphs` that runs the function again; results of rounds have fixed
-    places."""
+class Rerun:
+    """A stand-in for `CudaGraphs` that runs the function again; rounds write their results to the
+    same tensors."""
 
     own_attention = own_layers = True
 
@@ -46,11 +46,11 @@ class Again:
 
 
 def engine(decoder: Decoder, own: bool, width: int) -> Engine:
-    """An engine with a draft model that is its target, on kernels in late rounds, or on torch."""
+    """Return an engine whose draft model is its target, on kernels in late rounds or on torch."""
     sizes: dict[str, Any] = dict(tokens=256, page=4, slots=2)
 
     def runner() -> Runner:
-        return Runner(decoder, **sizes, graphs=Again() if own else None)
+        return Runner(decoder, **sizes, graphs=Rerun() if own else None)
 
     drafters: dict[str, Proposer] = {"model": DraftModel(runner(), tiny.VOCAB, width)}
     made = Engine(runner(), drafters, multi_step=60.0 if own else 0.0)
@@ -68,7 +68,7 @@ def texts(made: Engine, draft: str, params: list[dict[str, Any]], count: int) ->
 
 
 def case_rounds() -> None:
-    """Chains of a draft model, with filters that differ from request to request."""
+    """Chains of a draft model, with different filters for each request."""
     decoder, launch = decoder_of("llama"), DeviceRounds.launch
     launched: list[DeviceRounds] = []
 
@@ -90,8 +90,7 @@ def case_rounds() -> None:
 
 
 def case_recycling() -> None:
-    """Trees from tables on the device, in rounds: the target's texts, whose drafts are those of the
-    twins on torch."""
+    """Trees from tables on the device, in rounds, with the tokens and drafts of torch."""
     decoder, found = decoder_of("llama"), []
     for own in (True, False):
         made = engine(decoder, own, 1)
@@ -99,22 +98,22 @@ def case_recycling() -> None:
         requests = [
             made.add(
                 [5, 9, 11, 5, 9],
-                SamplingParams(max_tokens=14, seed=3, ignore_eos=True, temperature=heat),
+                SamplingParams(max_tokens=14, seed=3, ignore_eos=True, temperature=temperature),
                 draft="recycle",
                 depth=3,
             )
-            for heat in (0.0, 0.7)
+            for temperature in (0.0, 0.7)
         ]
         build.finish(made)
         stats = [(request.stats.drafted, request.stats.accepted) for request in requests]
         found.append(([list(request.output) for request in requests], stats))
         assert recycle.tables[""].held.keys.count_nonzero() > 10
-        assert own == bool(recycle._drafters), "they are made for rounds"
+        assert own == bool(recycle._drafters), "only rounds use them"
     assert found[0] == found[1] and found[0][1][0][0] > 4
 
 
 def case_compaction() -> None:
-    """Trees, one round a step: accepted nodes that are not the first ones become contiguous."""
+    """Trees with one round per step: accepted nodes that are not contiguous become so."""
     decoder = decoder_of("llama")
     plain = texts(engine(decoder, False, 1), "off", [FILTERED[1]], 6)
     made, moved = engine(decoder, True, 3), []

@@ -1,4 +1,4 @@
-"""Tables of successors: what they learn, and the trees that grow from them."""
+"""Tables of successors learn the entries of their reference, and grow the same trees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from forerun.kernels import successors as twin
+from forerun.kernels import successors as reference
 from forerun.kernels.successors import NONE, Predictions, TableTensors, TreeRoots
 from forerun.kernels.triton import successors as kernels
 from tests.kernels.triton.compiled import check_machine_code
@@ -15,39 +15,39 @@ from tests.kernels.triton.inputs import DEVICE, tensor
 VOCAB = 20
 
 
-def taught(seed: int, entries: int, rows: int) -> tuple[TableTensors, TableTensors]:
-    """Tables that the kernel and its twin have taught the same, in two portions."""
+def trained(seed: int, entries: int, rows: int) -> tuple[TableTensors, TableTensors]:
+    """Return tables that the kernel and its reference have filled from the same two batches."""
     generator = torch.Generator().manual_seed(seed)
-    ours, theirs = (TableTensors.empty(entries, DEVICE) for _ in range(2))
+    found, expected = (TableTensors.empty(entries, DEVICE) for _ in range(2))
     for count in (rows, rows // 2 + 1):
-        words = torch.randint(0, VOCAB, (2, count), generator=generator)
-        before, last = words[0] - (words[0] == 0).long(), words[1]
+        tokens = torch.randint(0, VOCAB, (2, count), generator=generator)
+        before, last = tokens[0] - (tokens[0] == 0).long(), tokens[1]
         is_valid = torch.rand(count, generator=generator) < 0.9
         logits = 3 * torch.randn(count, VOCAB, generator=generator)
         logits[0] = torch.nan
         logits[1, 3:] = -torch.inf
         given = [each.to(DEVICE) for each in (before, last, is_valid, logits)]
         seen = Predictions.of(*given)
-        kernels.learn(ours, seen)
-        twin.learn(theirs, seen)
-    return ours, theirs
+        kernels.learn(found, seen)
+        reference.learn(expected, seen)
+    return found, expected
 
 
 def case_learn() -> None:
-    """Small tables, so that entries are pushed out, and tokens that come again."""
+    """The tables are small, so that entries are evicted, and tokens repeat."""
     for seed, entries, rows in ((0, 8, 30), (1, 64, 40), (2, 1024, 25)):
-        ours, theirs = taught(seed, entries, rows)
-        assert torch.equal(ours.keys[:entries], theirs.keys[:entries])
-        held = theirs.keys[:entries] != 0
+        found, expected = trained(seed, entries, rows)
+        assert torch.equal(found.keys[:entries], expected.keys[:entries])
+        held = expected.keys[:entries] != 0
         assert held.any()
-        assert torch.equal(ours.tokens[:entries][held], theirs.tokens[:entries][held])
-        assert torch.equal(ours.logs[:entries][held], theirs.logs[:entries][held])
+        assert torch.equal(found.tokens[:entries][held], expected.tokens[:entries][held])
+        assert torch.equal(found.logs[:entries][held], expected.logs[:entries][held])
 
 
 def case_grow() -> None:
-    """Chains and trees, with noise and without, in one table and in two."""
+    """Chains and trees, with and without noise, from one table and from two."""
     rng = random.Random(5)
-    first, second = taught(3, 256, 60)[1], taught(4, 64, 60)[1]
+    first, second = trained(3, 256, 60)[1], trained(4, 64, 60)[1]
     rates = torch.linspace(0.02, 1.1, 16, dtype=torch.float64, device=DEVICE)
     plain = (torch.arange(16, dtype=torch.float64, device=DEVICE) + 0.5) / 16
     lengths = set()
@@ -64,13 +64,14 @@ def case_grow() -> None:
             (rates if number % 2 else plain).expand(count, -1).contiguous(),
         )
         is_chain = number % 4 == 3
-        ours = kernels.grow(tables, roots, nodes, is_chain)
-        theirs = twin.grow(tables, roots, nodes, is_chain)
-        is_node = theirs.parents >= 0
+        found = kernels.grow(tables, roots, nodes, is_chain)
+        expected = reference.grow(tables, roots, nodes, is_chain)
+        is_node = expected.parents >= 0
         lengths |= set(is_node.sum(1).tolist())
-        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.parents, theirs.parents)
-        assert torch.equal(ours.bins[is_node], theirs.bins[is_node])
-        torch.testing.assert_close(ours.probs, theirs.probs, rtol=1e-12, atol=0)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.parents, expected.parents)
+        assert torch.equal(found.bins[is_node], expected.bins[is_node])
+        torch.testing.assert_close(found.probs, expected.probs, rtol=1e-12, atol=0)
     assert max(lengths) > 4 and 0 in lengths
 
 

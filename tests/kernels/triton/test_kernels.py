@@ -1,9 +1,9 @@
-"""The kernels for GPUs, without one: in Triton's interpreter they are equal to their twins, and they
-compile for sm_90 within bounds on registers and without spills.
+"""The kernels for GPUs, tested without one: in Triton's interpreter they equal their references, and
+they compile for sm_90 within bounds on registers and without spills.
 
 Needs the package `triton` (`pip install "forerun[gpu-tests]"`); skipped without it. The cases are
-in `*_cases.py`. Each file runs in a process of its own, since the interpreter has to be chosen
-before the kernels are imported.
+in `*_cases.py`. Each file runs in its own process, since the interpreter has to be chosen before
+the kernels are imported.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def run(*arguments: str) -> None:
 @pytest.mark.parametrize(
     "kernel", [*KERNELS, "decoder", pytest.param("rounds", marks=pytest.mark.full)]
 )
-def test_in_the_interpreter(kernel: str) -> None:
+def test_kernels_equal_their_references_in_the_interpreter(kernel: str) -> None:
     run("interpreted", kernel)
 
 
-def test_machine_code() -> None:
+def test_kernels_compile_within_register_bounds() -> None:
     run("compiles", *KERNELS)

@@ -1,4 +1,4 @@
-"""Walks through drafts: the paths and tokens of the rule `match`."""
+"""Walks through drafts give the paths and tokens of the rule `match`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draft_of(tokens: list[int], parents: list[int]) -> Draft:
 
 
 def walked(drafts: Sequence[Draft | None], drawn: Sequence[Sequence[int]]) -> list[Verdict]:
-    """Walk through drafts, of which None is an empty one."""
+    """Walk through drafts; None is an empty one."""
     counts = [0 if draft is None else len(draft) for draft in drafts]
     tokens = [token for draft in drafts if draft for token in draft.tokens]
     parents = [parent for draft in drafts if draft for parent in draft.parents]
@@ -43,14 +43,14 @@ def walked(drafts: Sequence[Draft | None], drawn: Sequence[Sequence[int]]) -> li
     return verdicts
 
 
-def grown(rng: random.Random, count: int, words: int) -> Draft:
-    """A random tree; siblings may have equal tokens."""
+def grown(rng: random.Random, count: int, vocab: int) -> Draft:
+    """Return a random tree; siblings may have equal tokens."""
     parents = [-1, *(rng.randrange(max(0, i - 5), i) for i in range(1, count))]
-    return draft_of([rng.randrange(words) for _ in range(count)], parents)
+    return draft_of([rng.randrange(vocab) for _ in range(count)], parents)
 
 
 def case_equals_match() -> None:
-    """Chains and trees of 1 to 64 nodes, few tokens, so that paths are long and siblings equal."""
+    """Chains and trees of 1 to 64 nodes; with few tokens, paths are long and siblings equal."""
     rng = random.Random(3)
     for _ in range(12):
         drafts, drawn = [], []
@@ -65,9 +65,9 @@ def case_equals_match() -> None:
 
 
 def case_all_or_nothing() -> None:
-    """A chain that is accepted whole, one of which nothing is, single roots, and empty drafts."""
-    whole = Draft.chain(9, list(range(31)), "x")
-    drafts = [None, whole, Draft.chain(9, [5, 6], "x"), Draft.root(4), None]
+    """A fully accepted chain, a fully rejected one, a single root, and empty drafts."""
+    chain = Draft.chain(9, list(range(31)), "x")
+    drafts = [None, chain, Draft.chain(9, [5, 6], "x"), Draft.root(4), None]
     drawn: list[list[int]] = [[], [*range(31), 77], [4, 5, 6], [1 << 40], []]
     found = walked(drafts, drawn)
     assert found[1] == Verdict([*range(31), 77], list(range(32)))
@@ -76,7 +76,7 @@ def case_all_or_nothing() -> None:
 
 
 def case_not_finite() -> None:
-    """Rows without a draw end the walk before them."""
+    """A row without a drawn token ends the walk before it."""
     chain = Draft.chain(9, [1, 2, 3], "x")
     assert walked([chain, chain], [[1, 2, -1, 4], [-1, 2, 3, 4]]) == [
         Verdict([1, 2], [0, 1]),
