@@ -90,9 +90,9 @@ def list_(
         return
     print_notes(notes)
     if not found:
-        said = f" for {target}" if target else ""
+        suffix = f" for {target}" if target else ""
         print(
-            f"no drafters here{said}: forerun drafters search MODEL asks the Hub", file=sys.stderr
+            f"no drafters here{suffix}: forerun drafters search MODEL asks the Hub", file=sys.stderr
         )
         return
     print_rows([_row(one) for one in found], FOLDED)
@@ -326,7 +326,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     kind, count = facts.kind, count_of(facts.parameters)
     lines = [
         ("drafter", facts.name),
-        ("kind", f"{kind.title}{f', {kind.dialect} layout' if kind.dialect else ''}"),
+        ("kind", f"{kind.title}{f', {kind.format} layout' if kind.format else ''}"),
         ("size", f"{size_of(facts.bytes)}{f', {count} parameters' if count else ''}"),
         ("made for", facts.made_for or "it does not say"),
     ]

@@ -275,7 +275,7 @@ def summary(completion: Completion, room: int, plain: float | None) -> list[str]
     ]
 
 
-def say(parts: list[str]) -> None:
+def print_summary(parts: list[str]) -> None:
     """Print one line on stderr; on a terminal it is dim, and parts that do not fit are omitted."""
     if not sys.stderr.isatty():
         print(" · ".join(parts), file=sys.stderr)

@@ -304,7 +304,7 @@ class Cascade(CompositeProposer, DraftModel):
         super().__init__(model.runner, model.vocab, 1, f"{first.name}>{model.name}")
         self.first = first
         self.model = model
-        self.told = (first, model)
+        self.members = (first, model)
         self.aux_hidden_layers = first.aux_hidden_layers
         self.wants_logits = first.wants_logits
         self.policy = CascadeDepth()

@@ -70,7 +70,7 @@ def make_proposers(
             if kind == "model":
                 return load.model(argument, width)
         if kind == "self":
-            return load.itself(argument, width)
+            return load.self_drafter(argument, width)
         if kind in MEDUSA_LOADERS:
             heads = MEDUSA_LOADERS[kind](find_model(argument, pickled=True))
             return MedusaProposer(name, heads, target, width)

@@ -95,27 +95,27 @@ class Tree:
         for token in tokens:
             self.frontier = [self.draft.add(token, len(self.draft) - 1, source)]
 
-    def weigh(self, said: DraftedChain, source: str, beside: int) -> None:
+    def add_drafted(self, drafted: DraftedChain, source: str, max_siblings: int) -> None:
         """Add the result of a native call behind the root, the likeliest nodes first.
 
-        That is a chain and at most `beside` siblings of its nodes, by the acceptance rates of their
-        confidence bins (`DraftRequest.confidence_rates`).
+        That is a chain and at most `max_siblings` siblings of its nodes, by the acceptance rates of
+        their confidence bins (`DraftRequest.confidence_rates`).
         """
         rates = self.request.confidence_rates
         if rates is None:
-            self.extend(said.tokens, source)
+            self.extend(drafted.tokens, source)
             return
         chain: list[tuple[float, int, int, int]] = []  # (path probability, level, token, bin)
         siblings: list[tuple[float, int, int, int]] = []
         above = 1.0
-        for level, token in enumerate(said.tokens):
-            for sibling, confidence in said.alternatives[level]:
+        for level, token in enumerate(drafted.tokens):
+            for sibling, confidence in drafted.alternatives[level]:
                 confidence += NUM_CONFIDENCE_BINS
                 siblings.append((above * rates[confidence], level, sibling, confidence))
-            above *= min(rates[said.bins[level]], 1.0)
-            chain.append((above, level, token, said.bins[level]))
+            above *= min(rates[drafted.bins[level]], 1.0)
+            chain.append((above, level, token, drafted.bins[level]))
         siblings.sort(key=lambda node: -node[0])
-        nodes = chain + siblings[: beside if self.request.branching else 0]
+        nodes = chain + siblings[: max_siblings if self.request.branching else 0]
         nodes.sort(key=lambda node: (-node[0], node[1]))
         chain_nodes = [0]  # by level
         for path_prob, level, token, confidence in nodes:

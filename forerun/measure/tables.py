@@ -67,7 +67,7 @@ def plural(
     return [str(one)] if one is not None else split(default if many is None else many)
 
 
-def whole(text: str, name: str) -> int:
+def parse_integer(text: str, name: str) -> int:
     """Parse a whole number. Raises ConfigError, which names the option."""
     try:
         return int(text)
@@ -75,7 +75,7 @@ def whole(text: str, name: str) -> int:
         raise ConfigError(f"--{name}: {text!r} is not a whole number") from None
 
 
-def number(text: str, name: str) -> float:
+def parse_number(text: str, name: str) -> float:
     """Parse a number. Raises ConfigError, which names the option."""
     try:
         return float(text)

@@ -40,11 +40,11 @@ async def responses(state: ServerState, body: ResponsesRequest, http: Request) -
         raise ApiError(400, message, "background")
     state.check(body.model)
     try:
-        chat, orders = await state.prepare(lambda: prepare_chat(state, to_chat(body)))
+        chat, jobs = await state.prepare(lambda: prepare_chat(state, to_chat(body)))
     except ApiError as error:
         error.param = "input" if error.param == "messages" else error.param
         raise
-    return await respond(state, Responses(chat, body), orders, http)
+    return await respond(state, Responses(chat, body), jobs, http)
 
 
 def to_chat(body: ResponsesRequest) -> ChatRequest:

@@ -236,15 +236,15 @@ class _Session:
         )
         self.lines: list[str] = []
         self.faults = Counter[str]()
-        self.begun = 0
+        self.num_begun = 0
 
     def write_group(self) -> None:
         """Begin `GROUP` texts and complete those that pass the filter."""
-        writer, numbers = self.writer, range(self.begun, self.begun + GROUP)
+        writer, numbers = self.writer, range(self.num_begun, self.num_begun + GROUP)
         openings = [writer.opening(number) for number in numbers]
         lengths = [len(opening) for opening in openings]
         params = [self._first_params(n, length) for n, length in zip(numbers, lengths, strict=True)]
-        self.begun += GROUP
+        self.num_begun += GROUP
         accepted: list[tuple[Request, list[int], SamplingParams]] = []
         for number, beginning in zip(numbers, self.target.generate(openings, params), strict=True):
             prompt, fault = self._check(beginning)

@@ -18,7 +18,7 @@ def test_an_estimate_is_kept_until_other_requests_have_shown_enough() -> None:
         busy.add(4, 4)
         source.add(busy, 4)
     later = source.estimate(idle)
-    assert later is not first and later.survival(1) > first.survival(1) + 0.05
+    assert later is not first and later.chain_prob(1) > first.chain_prob(1) + 0.05
     assert source.estimate(idle) is later
 
 

@@ -130,8 +130,8 @@ def _measure(  # type: ignore[no-untyped-def]
     tokens down to the bar whose earlier digits are those that were found."""
     row, block = tl.program_id(0), tl.program_id(1)
     most = _peak(peaks, row, BLOCKS, PADDED)
-    heat = tl.load(temperature + row)
-    heat = tl.where(heat > 0, heat, 1.0)
+    row_temperature = tl.load(temperature + row)
+    row_temperature = tl.where(row_temperature > 0, row_temperature, 1.0)
     bar, prefix = tl.load(bars + row), tl.load(found + row)
     bins = tl.arange(0, BINS)
     count = tl.zeros((CHUNK, BINS), tl.int32)
@@ -139,7 +139,7 @@ def _measure(  # type: ignore[no-untyped-def]
     for chunk in range(B // CHUNK):
         i = block * B + chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row.to(tl.int64) * V + i, mask=i < V, other=float("-inf"))
-        score = tl.div_rn(x - most, heat)
+        score = tl.div_rn(x - most, row_temperature)
         magnitude = _magnitude(score)
         is_open = (i < V) & (magnitude <= bar)
         if SHIFT < FIRST:
@@ -245,10 +245,10 @@ def _draw(  # type: ignore[no-untyped-def]
     row, block = tl.program_id(0), tl.program_id(1)
     i = block * B + tl.arange(0, B)
     x = tl.load(logits + row.to(tl.int64) * V + i, mask=i < V, other=float("-inf"))
-    heat = tl.load(temperature + row)
+    row_temperature = tl.load(temperature + row)
     value = x.to(tl.float64)
-    if heat > 0:
-        score = tl.div_rn(x - _peak(peaks, row, BLOCKS, PADDED), heat)
+    if row_temperature > 0:
+        score = tl.div_rn(x - _peak(peaks, row, BLOCKS, PADDED), row_temperature)
         is_kept = (_magnitude(score) <= tl.load(bars + row)) & (score >= tl.load(least + row))
         score = tl.where(is_kept, score, float("-inf"))
         value = score.to(tl.float64)

@@ -202,7 +202,7 @@ def _grow(  # type: ignore[no-untyped-def]
     """Grow one tree: candidate NUM_SUCCESSORS * i + e is successor e of node i."""
     request = tl.program_id(0)
     c, n = tl.arange(0, C), tl.arange(0, N)
-    heat = tl.load(temperature + request)
+    own_temperature = tl.load(temperature + request)
     deepest, most = tl.load(max_depth + request), tl.load(max_nodes + request)
     stream = tl.load(noise + request).to(tl.uint64, bitcast=True)
     start = tl.load(position + request)
@@ -233,9 +233,9 @@ def _grow(  # type: ignore[no-untyped-def]
         word = word.to(tl.int64)
         is_there = is_own & (word >= 0) & (log > float("-inf")) & (depth < deepest)
         score = tl.where(is_there, log.to(tl.float64), float("-inf"))
-        if heat > 0:
+        if own_temperature > 0:
             own_noise = gumbel(element(stream, start + 1 + depth), word)
-            score = tl.where(is_there, score / heat + own_noise, float("-inf"))
+            score = tl.where(is_there, score / own_temperature + own_noise, float("-inf"))
             highest = tl.max(score, 0)
             weight = tl.exp(score - tl.where(highest > float("-inf"), highest, 0.0))
             total = tl.sum(weight, 0)
