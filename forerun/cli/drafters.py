@@ -269,7 +269,9 @@ def push(
     print_notes(prepared.notes)
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody is there to be asked whether to upload this: give --yes")
+            raise ConfigError(
+                "the upload cannot be confirmed, since stdin is no terminal: give --yes"
+            )
         typer.confirm(
             f"upload to {repository}, {'for everybody' if public else 'private'}?",
             abort=True,

@@ -140,7 +140,7 @@ class Ingress:
         self.draining = False
         self.jobs: set[object] = set()
         self._missing = self._needed = {m.name for m in plan.models if m.replicas.min}
-        self._calls: list[Any] = []  # of `end_all`; a call that nobody holds may be dropped
+        self._calls: list[Any] = []  # of `end_all`; a call without a reference may be dropped
         self._lists: dict[tuple[str, str], list[Any]] = {}
         self._parser = limits.ThrottledThreads(1)
         pages = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}

@@ -243,7 +243,7 @@ class Engine:
             RequestError: a token is not in the vocabulary.
         """
         if not all(0 <= token < self.target.decoder.config.vocab for token in tokens):
-            raise RequestError("this text has tokens that the model has not got")
+            raise RequestError("this text has tokens outside the model's vocabulary")
         for part in {part for proposer in self.proposers.values() for part in proposer.parts}:
             part.remember(tenant, tokens)
 

@@ -107,7 +107,7 @@ class _Inputs:
 
     Attributes:
         ids, positions: int64 [T], of padding 0.
-        rows: int64 [T], the cache row of each token; padding writes to one that nobody owns.
+        rows: int64 [T], the cache row of each token; padding writes to the spare row.
         wanted: int64 [T], the tokens whose logits come first, in order.
         table: int64 [R, K], the cache rows of each segment's keys.
         masks: uint8 [kinds of layers, R, N, K], 1 where a token sees a key.
