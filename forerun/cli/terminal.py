@@ -215,8 +215,8 @@ class WrappedLines:
 def _joined(parts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Merge adjacent parts with the same style."""
     return [
-        ("".join(text for text, _ in some), style)
-        for style, some in groupby(parts, key=lambda part: part[1])
+        ("".join(text for text, _ in group), style)
+        for style, group in groupby(parts, key=lambda part: part[1])
     ]
 
 

@@ -207,19 +207,19 @@ class Ingress:
 
     async def _forward(self, model: str, *request: Any) -> AsyncIterator[Message]:
         """Yield the answer of a replica, of another one if the first dies before it has begun."""
-        begun, job = False, object()
+        has_begun, job = False, object()
         self.jobs.add(job)
         try:
             for _ in range(RETRIES + 1):
                 stream = self.handles[model].options(stream=True).answer.remote(*request)
                 try:
                     async for messages in stream:
-                        begun = True
+                        has_begun = True
                         for message in messages:
                             yield message
                     return
                 except (RayActorError, TaskCancelledError, RayServeException):
-                    if begun:
+                    if has_begun:
                         break
                 finally:
                     stream.cancel()

@@ -52,8 +52,8 @@ class DeviceTable:
 
     def learn(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
         """Store the target's predictions, as `SuccessorTable.learn`."""
-        both = upload([*before, *tokens], torch.int64, logits.device).view(2, -1)
-        self.store(both[0], both[1], torch.ones_like(both[0], dtype=torch.bool), logits)
+        pairs = upload([*before, *tokens], torch.int64, logits.device).view(2, -1)
+        self.store(pairs[0], pairs[1], torch.ones_like(pairs[0], dtype=torch.bool), logits)
 
     def store(self, before: Tensor, last: Tensor, is_valid: Tensor, logits: Tensor) -> None:
         """Store predictions by operations of the device alone; see `Predictions`."""

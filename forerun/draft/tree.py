@@ -217,16 +217,16 @@ def _grow_sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
     frontier, values = [], []
     for i, (parent, value) in enumerate(zip(tree.frontier, tree.values, strict=True)):
         ranks = [rank for node, rank in children if node == i and rank >= 0]
-        given = tokens[i, ranks]
-        given_probs = best[i, ranks]
-        rest = scores[i].index_fill(0, given, -torch.inf)
+        likely = tokens[i, ranks]
+        likely_probs = best[i, ranks]
+        rest = scores[i].index_fill(0, likely, -torch.inf)
         if (i, -1) in children and torch.isfinite(rest).any():
             token = int(gumbel_argmax(rest[None], [tree.request.noise.draft(parent)]))
             tree.probs[parent] = rest.double().softmax(-1).cpu().numpy()
             frontier.append(tree.draft.add(token, parent, source, Proposal.SAMPLED))
-            remaining = max(1 - float(given_probs.sum()), 1e-9)
+            remaining = max(1 - float(likely_probs.sum()), 1e-9)
             values.append(value + math.log(REST_RATE * remaining if ranks else SAMPLED_RATE))
-        for token, prob in zip(given.tolist(), given_probs.tolist(), strict=True):
+        for token, prob in zip(likely.tolist(), likely_probs.tolist(), strict=True):
             frontier.append(tree.draft.add(token, parent, source))
             values.append(value + math.log(prob))
     tree.frontier = frontier

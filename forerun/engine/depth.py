@@ -195,7 +195,7 @@ class DepthPolicy:
         depths = [0] * len(options)
         num_tokens, drafting, catching_up = float(batch.num_tokens), 0.0, 0.0
         expected = inverse = float(batch.num_generating)  # sum of tokens, and of 1 / tokens
-        each = [1.0] * len(options)
+        tokens_of = [1.0] * len(options)
         plain = batch.num_generating / self._forward(num_tokens, batch)
         best, best_speed = list(depths), MIN_GAIN * plain
         loads: dict[str, _SourceLoad] = defaultdict(_SourceLoad)
@@ -219,8 +219,8 @@ class DepthPolicy:
                 drafting += load.cost
             expected -= chance  # chances are negated in the heap
             if latency:
-                inverse += 1 / (each[i] - chance) - 1 / each[i]
-                each[i] -= chance
+                inverse += 1 / (tokens_of[i] - chance) - 1 / tokens_of[i]
+                tokens_of[i] -= chance
             value = batch.num_generating * batch.num_generating / inverse if latency else expected
             cost = self._forward(num_tokens, batch) + drafting + catching_up
             without_gain += 1

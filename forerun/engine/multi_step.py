@@ -165,8 +165,8 @@ class NativeSteps(MultiStep):
         head = None
         if deferred:
             (request,) = deferred.requests.values()
+            assert isinstance(deferred.rounds, HeadRounds) and request.confidence_rates is not None
             head, rates = deferred.rounds, request.confidence_rates
-            assert isinstance(deferred.rounds, HeadRounds) and rates is not None
             siblings = deferred.proposer.extra_nodes if request.branching else 0
             costs = drafting.policy.pass_costs(request.depth + siblings, deferred.batch)
             head.set_policy(request.depth, siblings, rates, request.min_prob, costs)

@@ -234,5 +234,5 @@ def _pair_key(before: Tensor | int, token: Tensor) -> Tensor:
 
 
 def _set_of(table: TableTensors, key: Tensor) -> Tensor:
-    """Return the first place of a key's set."""
+    """Return the index of the first entry of a key's set."""
     return (rng.mix_tensor(key) & (table.entries - 1)) // WAYS * WAYS

@@ -52,8 +52,8 @@ def listed(text: str) -> list[str]:
 
 
 def plural(
-    many: str | None,
-    one: Any,
+    values: str | None,
+    value: Any,
     name: str,
     default: str,
     split: Callable[[str], list[str]] = listed,
@@ -62,9 +62,9 @@ def plural(
 
     Raises ConfigError if both options were given.
     """
-    if many is not None and one is not None:
+    if values is not None and value is not None:
         raise ConfigError(f"--{name} and --{name}s were both given: give one of them")
-    return [str(one)] if one is not None else split(default if many is None else many)
+    return [str(value)] if value is not None else split(default if values is None else values)
 
 
 def parse_integer(text: str, name: str) -> int:

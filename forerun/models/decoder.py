@@ -481,8 +481,8 @@ class Decoder(DecoderLayers):
             ids = ids.masked_fill(ids >= c.layer_input_vocab, 0)
         projected = self._linear(x * c.hidden**-0.5, w.projection).view(shape)
         stored = w.embed[ids].view(shape) * c.layer_input**0.5
-        both: Tensor = self._norm(projected, w.norm) + stored
-        return both * 2**-0.5
+        combined: Tensor = self._norm(projected, w.norm) + stored
+        return combined * 2**-0.5
 
     # Residual streams are one tensor [N, T, H]; layers read and write the first of them. Models
     # without AltUp have a single one.

@@ -454,10 +454,10 @@ class _Rounds:
 
     def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draw as `Draw`; the kernel gives -1 for rows that are not finite."""
-        each = positions.shape[1]
+        count = positions.shape[1]
         keys = rng.substreams(self.state[3][:, None], positions + 1).view(-1)
         # `repeat_interleave` may wait for the device
-        rows = self.sampling[:, :, None].expand(-1, -1, each).reshape(4, -1)
+        rows = self.sampling[:, :, None].expand(-1, -1, count).reshape(4, -1)
         temperature, top_k, top_p, least = rows
         by = DrawParameters(temperature, least, top_k, top_p, keys, self.draw)
         if not self.own_kernels:
@@ -514,8 +514,8 @@ class _Rounds:
         """Move the cache rows of accepted paths behind the committed ones, which end before
         positions `first` [R]."""
         cache, table = self.target_pass.cache, self.target_pass.inputs.table
-        places = torch.arange(self.num_nodes + 1, device=first.device)
-        rows = table.gather(1, first[:, None] + places)
+        indices = torch.arange(self.num_nodes + 1, device=first.device)
+        rows = table.gather(1, first[:, None] + indices)
         if self.own_kernels:
             from forerun.kernels.triton.compact import compact
 
@@ -523,7 +523,7 @@ class _Rounds:
                 compact(stored, rows, path, accepted + 1)
             return
         # All are read before any is written; what was not accepted stays where it is.
-        levels = places[: self.depth + 1]
+        levels = indices[: self.depth + 1]
         nodes = torch.where(levels <= accepted[:, None], path, levels)
         sources, targets = rows.gather(1, nodes).view(-1), rows[:, : self.depth + 1].reshape(-1)
         for stored in cache.tensors:

@@ -234,11 +234,11 @@ class _ChainBatch:
         found = [DraftedChain([])] * self.rows
         for row, i in enumerate(self.order):
             first, last = 0 if with_first else 1, min(self.lengths[row], self.counts[row])
-            places = range(row, len(self.tokens), self.rows)[first : last + 1]
-            tokens = [self.tokens[at] for at in places]
-            bins = [self.bins[at] for at in places] if self.bins else []
-            others = [self._alternatives(at) for at in places] if self.bins else []
-            found[i] = DraftedChain(tokens, bins, others)
+            indices = range(row, len(self.tokens), self.rows)[first : last + 1]
+            tokens = [self.tokens[at] for at in indices]
+            bins = [self.bins[at] for at in indices] if self.bins else []
+            alternatives = [self._alternatives(at) for at in indices] if self.bins else []
+            found[i] = DraftedChain(tokens, bins, alternatives)
         return found
 
     def _alternatives(self, at: int) -> list[tuple[int, int]]:

@@ -329,7 +329,7 @@ def write(
         before = len(lines)
         session.write_group()
         kept.append(len(lines) - before)
-        groups, seconds = session.begun // GROUP, clock() - began
+        groups, seconds = session.num_begun // GROUP, clock() - began
         if until and len(lines) >= enough and seconds * (groups + 1) / groups > until:
             break
     del lines[count:]
@@ -337,8 +337,8 @@ def write(
     why = ", ".join(f"{number} {fault}" for fault, number in faults.most_common()) or "none"
     if len(lines) < max(enough, 2):
         raise ForerunError(
-            f"the target writes too little to learn from: {len(lines)} of {session.begun} texts are"
-            f" usable (left out: {why}); give --data"
+            f"the target writes too little to learn from: {len(lines)} of {session.num_begun} texts"
+            f" are usable (left out: {why}); give --data"
         )
     tell.note(f"{len(lines)} texts {SOURCE} in {seconds:.0f} s; left out: {why}")
     return WrittenTexts(lines, faults["repeated"], faults.total() - faults["repeated"], seconds)
