@@ -84,7 +84,7 @@ def demand_of(decoder: Decoder | NativeDecoder, rows: int, context: int) -> Dema
         parts |= {id(m): "feed-forward" for m in (layer.up, layer.down)}
         mixture = () if layer.experts is None else (layer.experts.up, layer.experts.down)
         for matrix in layer.matrices:
-            if any(matrix is each for each in mixture):
+            if any(matrix is expert for expert in mixture):
                 e = c.experts
                 read.append(("experts", matrix, e.share(rows), rows * e.used / e.count))
             else:

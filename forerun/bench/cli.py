@@ -274,19 +274,19 @@ def start(
     with progress(as_json, measuring=True) as tell:
         starts = measure_starts([this_command(), *(commands or [])], arguments, repeats, tell)
     if as_json:
-        found = [asdict(each) for each in starts]
+        found = [asdict(start) for start in starts]
         print_json({"machine": machine(), "weights_bytes": size, "starts": found})
         return
     rows = [
         {
-            "command": each.command,
-            "verb": each.verb,
-            "ready s": _known(each.ready, ".2f"),
-            "first word s": f"{each.first:.2f}",
-            "memory MB": f"{each.memory / 1e6:.0f}",
-            "over weights MB": f"{(each.memory - size) / 1e6:.0f}",
+            "command": start.command,
+            "verb": start.verb,
+            "ready s": _known(start.ready, ".2f"),
+            "first word s": f"{start.first:.2f}",
+            "memory MB": f"{start.memory / 1e6:.0f}",
+            "over weights MB": f"{(start.memory - size) / 1e6:.0f}",
         }
-        for each in starts
+        for start in starts
     ]
     print_columns(rows, optional=("command",))
     print(f"weights of {size / 1e6:.0f} MB on disk, medians of {repeats} rounds")

@@ -217,13 +217,13 @@ class DeviceSteps(MultiStep):
             own_events.append(events[i])
             # the rows of a path are behind the committed ones already
             self.target.cache.commit(request.slot, range(len(path)))
-        drafting.begin_round([each.request for each in rounds], is_first)
+        drafting.begin_round([item.request for item in rounds], is_first)
         passed = max(found.verify_seconds, wall - found.draft_seconds)
         drafting.record_deferred_drafts(rounds, None if found.is_cold else found.draft_seconds)
-        for each in rounds:
-            each.request.stats.count(each.verified, each.verdict, found.draft_seconds, passed)
-            root, accepted = len(each.request.tokens) - 1, len(each.verdict.path) - 1
-            self._last_roots[each.request.slot] = root, accepted
+        for item in rounds:
+            item.request.stats.count(item.verified, item.verdict, found.draft_seconds, passed)
+            root, accepted = len(item.request.tokens) - 1, len(item.verdict.path) - 1
+            self._last_roots[item.request.slot] = root, accepted
         emitted = self._append(rounds, own_events)
         if not found.is_cold:
             seconds = RoundSeconds(found.draft_seconds, passed, max(wall, passed))

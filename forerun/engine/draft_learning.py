@@ -344,25 +344,25 @@ class DraftLearning:
         if deferred is None:
             return
         drafted: list[tuple[RequestRound, DraftRequest]] = []
-        for each in rounds:
-            draft_request = deferred.of(each.request)
+        for item in rounds:
+            draft_request = deferred.of(item.request)
             if draft_request is None:
                 continue
-            reasons, state = each.request.stats.reasons, self.state(each.request)
-            if not each.request.remaining:
+            reasons, state = item.request.stats.reasons, self.state(item.request)
+            if not item.request.remaining:
                 reasons[EDGE] += 1
                 continue
             state.allowed_depth = draft_request.depth
-            drafted.append((each, draft_request))
-            if len(each.draft) == 1:
+            drafted.append((item, draft_request))
+            if len(item.draft) == 1:
                 reasons[NOTHING] += 1
-                self._record_nothing(each.request, deferred.proposer.name)
+                self._record_nothing(item.request, deferred.proposer.name)
                 continue
-            state.proposed.append(ProposedDraft(deferred.proposer.name, "", each.draft))
-            reasons[DRAFTED if len(each.verified) > 1 else UNPAID] += 1
+            state.proposed.append(ProposedDraft(deferred.proposer.name, "", item.draft))
+            reasons[DRAFTED if len(item.verified) > 1 else UNPAID] += 1
         if drafted and seconds is not None:
-            requests = [each.request for each, _ in drafted]
-            drafts = [each.draft for each, _ in drafted]
+            requests = [item.request for item, _ in drafted]
+            drafts = [item.draft for item, _ in drafted]
             draft_requests = [draft_request for _, draft_request in drafted]
             self._record_draft(deferred.proposer, draft_requests, drafts, requests, seconds)
 
@@ -370,13 +370,13 @@ class DraftLearning:
         self, rounds: Sequence[RequestRound], emitted: Sequence[int], seconds: RoundSeconds
     ) -> None:
         """Learn costs from one of several rounds, which gave each request `emitted` tokens."""
-        num_tokens = sum(len(each.verified) for each in rounds)
+        num_tokens = sum(len(item.verified) for item in rounds)
         self.overlap.record_forward(num_tokens, seconds.verifying, decodes=True)
         is_cold = self.policy.costs.is_cold(num_tokens)
-        if is_cold or any(each.request.has_fixed_depth for each in rounds):
+        if is_cold or any(item.request.has_fixed_depth for item in rounds):
             return
         samples = []
-        for each, tokens in zip(rounds, emitted, strict=True):
-            state, nodes = self.state(each.request), len(each.verified) - 1
+        for item, tokens in zip(rounds, emitted, strict=True):
+            state, nodes = self.state(item.request), len(item.verified) - 1
             samples.append(GuardSample(state.guard, nodes, tokens, state.has_proposed))
         self.guard.record(samples, seconds.wall, seconds.drafting)

@@ -93,8 +93,8 @@ class MultiStep:
         """Learn the verdicts of a round, and append the tokens to the requests and to their
         events; return how many each."""
         counts = []
-        for each, event in zip(rounds, events, strict=True):
-            request, verified, verdict = each.request, each.verified, each.verdict
+        for item, event in zip(rounds, events, strict=True):
+            request, verified, verdict = item.request, item.verified, item.verdict
             self.drafting.record_verdict(request, verified, verdict)
             before = len(event.token_ids)
             with isolate_errors(request):
@@ -278,11 +278,11 @@ class NativeSteps(MultiStep):
                 appended.append(found.appended)
             if not rounds:
                 break
-            drafting.begin_round([each.request for each in rounds], is_first=number == 0)
+            drafting.begin_round([item.request for item in rounds], is_first=number == 0)
             drafting.record_deferred_drafts(rounds, found.draft_seconds + drafted)
             passed = found.verify_seconds + in_python
-            for each in rounds:
-                each.request.stats.count(each.verified, each.verdict, found.draft_seconds, passed)
+            for item in rounds:
+                item.request.stats.count(item.verified, item.verdict, found.draft_seconds, passed)
             self._append(rounds, own_events)
             seconds = RoundSeconds(found.draft_seconds, passed, found.wall_seconds + in_python)
             drafting.record_round(rounds, appended, seconds)

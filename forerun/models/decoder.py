@@ -492,7 +492,8 @@ class Decoder(DecoderLayers):
         w = self.weights.streams
         if w is None:
             return x[None]
-        further = [kernels.with_magnitude(self._linear(x, each), x) for each in w.opening]
+        projected = [self._linear(x, projection) for projection in w.opening]
+        further = [kernels.with_magnitude(stream, x) for stream in projected]
         return torch.stack([x, *further])
 
     def _predict_streams(self, streams: Tensor, layer: LayerWeights) -> Tensor:
@@ -530,7 +531,7 @@ class Decoder(DecoderLayers):
         if w is None:
             return streams[0]
         pairs = zip(w.joining, streams[1:], strict=True)
-        projected = [self._linear(stream, each) for each, stream in pairs]
+        projected = [self._linear(stream, projection) for projection, stream in pairs]
         found = [kernels.with_magnitude(y, streams[0]) for y in projected]
         return torch.stack([streams[0], *found]).mean(0)
 

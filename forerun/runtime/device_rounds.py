@@ -205,7 +205,7 @@ class DeviceRounds:
             return 0
         try:
             vocab = self.target.decoder.config.vocab
-            draw = DrawKind.of([each.sampling for each in requests], vocab)
+            draw = DrawKind.of([request.sampling for request in requests], vocab)
             key = (shape, depth, draw, drafter)
             rounds = self._recorded.get(key)
             if rounds is None:
