@@ -68,11 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shares = {}
         for coupled in (True, False):
             ahead.coupled = coupled
-            ahead.asked = ahead.hits = 0
+            ahead.verdicts = ahead.hits = 0
             ahead.begin_overlap = draft_before.__get__(ahead)  # type: ignore[method-assign]
             generate(llm, prompts, llm.draft, params, given.depth)
             del ahead.begin_overlap
-            shares[coupled] = ahead.hits / ahead.asked
+            shares[coupled] = ahead.hits / ahead.verdicts
         print(
             f"temperature {temperature:g}: {shares[True]:.1%} anticipated,"
             f" {shares[False]:.1%} without the noise"
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.only_hits:
             continue
         ahead.coupled = True
-        ahead.asked = ahead.hits = 0
+        ahead.verdicts = ahead.hits = 0
         rounds = [
             [generate(llm, prompts, d, params, given.depth) for d in (ahead.model.name, llm.draft)]
             for _ in range(given.repeats)
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"  {after:.1f} tokens/s drafting after the verdict ({drafting:.2f} ms per step),"
             f" {beside:.1f} asynchronously ({left:.2f} ms left,"
-            f" {ahead.hits / ahead.asked:.1%} anticipated in time)"
+            f" {ahead.hits / ahead.verdicts:.1%} anticipated in time)"
         )
 
 

@@ -15,19 +15,19 @@ from forerun.measure.workloads import Task, builtin, of_categories, read_tasks
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that shows a module's docstring, with the option --json."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object")
-    return made
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    return options
 
 
-def add_engine_options(made: argparse.ArgumentParser) -> None:
+def add_engine_options(options: argparse.ArgumentParser) -> None:
     """Add the options that choose a model and its precision."""
-    made.add_argument("--model", help="as in forerun; without it, the default model")
-    made.add_argument("--dtype", help="as in forerun")
-    made.add_argument("--quantization", help="as in forerun")
-    made.add_argument("--threads", type=int, help="as in forerun")
+    options.add_argument("--model", help="as in forerun; without it, the default model")
+    options.add_argument("--dtype", help="as in forerun")
+    options.add_argument("--quantization", help="as in forerun")
+    options.add_argument("--threads", type=int, help="as in forerun")
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:

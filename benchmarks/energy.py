@@ -130,14 +130,14 @@ def summarize(
         for energy, tokens in own
     ]
     ratios = [a / b if a and b else None for a, b in zip(joules, plain, strict=True)]
-    each = median_if_known(joules)
+    per_token = median_if_known(joules)
     speed = median([tokens / energy.seconds for energy, tokens in own])
     return Consumption(
         draft=arm.draft,
         depth=arm.depth,
-        joules=each,
+        joules=per_token,
         above_idle=median_if_known(above),
-        tokens_per_watt_hour=3600 / each if each else None,
+        tokens_per_watt_hour=3600 / per_token if per_token else None,
         times_plain=median_if_known(ratios),
         watts=median_if_known([energy.watts for energy, _ in own]),
         tokens_per_second=speed,

@@ -25,7 +25,7 @@ from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
 from forerun.measure.medians import median
-from forerun.measure.tables import listed, print_columns, print_json, whole
+from forerun.measure.tables import listed, parse_integer, print_columns, print_json
 from forerun.models.packed_cache import CachedMatrix
 from forerun.runtime.packed import PackedMatrix
 from forerun.utils import check_integer
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_integer("threads", given.threads, 0, cores())
     report = measure_kernels(
         listed(given.formats),
-        [whole(count, "rows") for count in listed(given.rows)],
+        [parse_integer(count, "rows") for count in listed(given.rows)],
         inputs=given.inputs,
         outputs=given.outputs,
         megabytes=given.megabytes,

@@ -42,10 +42,12 @@ SHIFT = 7  # tasks by which each round starts later than the one before
 class Never(DepthPolicy):
     """Policy that never drafts, with the overhead of deciding."""
 
-    def choose(self, wishes: Sequence[DraftOption], place: BatchState) -> list[int]:
-        return [0] * len(wishes)
+    def choose(self, options: Sequence[DraftOption], batch: BatchState) -> list[int]:
+        return [0] * len(options)
 
-    def tried(self, rivals: Sequence[DraftOption], speed: float, place: BatchState) -> int | None:
+    def pick_rival_probe(
+        self, rivals: Sequence[DraftOption], speed: float, batch: BatchState
+    ) -> int | None:
         return None
 
 
@@ -115,12 +117,12 @@ def play(
     running: set[int] = set()
     steps: list[tuple[float, int]] = []
     seeds = itertools.count(params.seed or 0)
-    begun = 0.0
-    while not begun or time.perf_counter() - begun < seconds:
+    began = 0.0
+    while not began or time.perf_counter() - began < seconds:
         while len(running) < load.requests:
             work = next(coming)
             own = replace(params, seed=next(seeds))
-            if not begun:  # stagger the first ends, as after a while
+            if not began:  # stagger the first ends, as after a while
                 share = params.length_limit * (len(running) + 1) // load.requests
                 own = replace(own, max_tokens=max(share, 1))
             has_references = work.references and arm.draft != OFF
@@ -132,16 +134,16 @@ def play(
                 references=work.references,
             )
             running.add(request.id)
-            if not begun:
+            if not began:
                 silent.add(request.id)
         events = engine.step_or_raise()
-        if begun:
+        if began:
             count = sum(len(event.token_ids) for event in events)
-            steps.append((time.perf_counter() - begun, count))
+            steps.append((time.perf_counter() - began, count))
         silent -= {event.request_id for event in events if event.token_ids}
         running -= {event.request_id for event in events if event.finish_reason}
-        if not silent and not begun:
-            begun = time.perf_counter()
+        if not silent and not began:
+            began = time.perf_counter()
     engine.reset()
     return Played(steps, seconds)
 

@@ -33,7 +33,7 @@ from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.medians import median
-from forerun.measure.tables import listed, print_columns, print_json, whole
+from forerun.measure.tables import listed, parse_integer, print_columns, print_json
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context
 from forerun.models.hub import DEFAULT, find_model
@@ -84,7 +84,7 @@ def demand_of(decoder: Decoder | NativeDecoder, rows: int, context: int) -> Dema
         parts |= {id(m): "feed-forward" for m in (layer.up, layer.down)}
         mixture = () if layer.experts is None else (layer.experts.up, layer.experts.down)
         for matrix in layer.matrices:
-            if any(matrix is each for each in mixture):
+            if any(matrix is expert for expert in mixture):
                 e = c.experts
                 read.append(("experts", matrix, e.share(rows), rows * e.used / e.count))
             else:
@@ -460,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("kernels", "device"):
         if getattr(given, name) is not None:
             fields[name] = getattr(given, name)
-    rows = [whole(count, "rows") for count in listed(given.rows)]
+    rows = [parse_integer(count, "rows") for count in listed(given.rows)]
     report = measure_roofline(fields, rows, context=given.context, repeats=given.repeats)
     if given.json:
         print_json(asdict(report))

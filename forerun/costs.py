@@ -469,7 +469,7 @@ class ExpertLoad:
         """Return the effective rows that the first 0, 1, .. drafted tokens add to certain ones."""
         rows = [self.rows(distinct) for distinct in self.distinct([*certain, *drafted])]
         first = rows[len(certain) - 1]
-        return [each - first for each in rows[len(certain) - 1 :]]
+        return [total - first for total in rows[len(certain) - 1 :]]
 
     def expected_rows(self, num_tokens: float) -> float:
         """Return the effective rows expected of a pass over so many tokens."""

@@ -51,7 +51,7 @@ class Loader:
         runner = make_runner(self.config, directory, self.device, self.target)
         return make_draft_model(runner, where, self.tokenizer, tokenizer, vocab, width)
 
-    def itself(self, how: str, width: int) -> Proposer:
+    def self_drafter(self, how: str, width: int) -> Proposer:
         """Return the target as its own drafter; `how` is the argument of `self`."""
         shape = self.target.decoder.config
         kind, _, value = how.partition("=")

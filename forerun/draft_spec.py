@@ -108,8 +108,8 @@ def read_draft(spec: str) -> DraftSpec:
     """
     seen = Counter[str]()
 
-    def make(name: str, argument: str, place: str) -> Leaf:
-        _check_leaf(name, argument, place)
+    def make(name: str, argument: str, where: str) -> Leaf:
+        _check_leaf(name, argument, where)
         seen[name] += 1
         return Leaf(name, argument, seen[name])
 
@@ -129,7 +129,7 @@ def read_name(name: str, known: Collection[str]) -> DraftSpec:
         ConfigError: it is not valid or names an unknown drafter.
     """
 
-    def make(part: str, argument: str, _place: str) -> Leaf:
+    def make(part: str, argument: str, _where: str) -> Leaf:
         if part not in known or argument:
             hint = suggest(part, ["off", *known])
             if part in plugins():
@@ -149,9 +149,9 @@ def joined(specs: Sequence[str]) -> str:
         read_draft(spec)
     if len(specs) == 1:
         return specs[0]
-    whole = "?".join(spec if spec in SIMPLE else f"({spec})" for spec in specs)
-    read_draft(whole)
-    return whole
+    combined = "?".join(spec if spec in SIMPLE else f"({spec})" for spec in specs)
+    read_draft(combined)
+    return combined
 
 
 def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
@@ -228,7 +228,7 @@ class _Parser:
     """Recursive-descent parser of the draft syntax."""
 
     def __init__(self, spec: str, make: Callable[[str, str, str], Leaf]) -> None:
-        """`make` gets the name and argument of each drafter, and its place for messages."""
+        """`make` gets the name and argument of each drafter, and where it stands, for messages."""
         self.spec = spec
         self.make = make
         self.at = 0
@@ -287,8 +287,8 @@ class _Parser:
             self.at = self._argument_end(name, begin)
             argument = self.spec[begin : self.at]
         is_alone = start == 0 and self.at == len(self.spec)
-        place = "" if is_alone else f" (at character {start + 1} of {shown(self.spec)})"
-        return self.make(name, argument, place)
+        where = "" if is_alone else f" (at character {start + 1} of {shown(self.spec)})"
+        return self.make(name, argument, where)
 
     def _argument_end(self, name: str, begin: int) -> int:
         """Find where an argument ends: before an operator that another drafter follows, or before
@@ -319,28 +319,28 @@ def _check_once(names: Sequence[str], spec: str) -> None:
             raise ConfigError(f"{name!r} stands twice in {shown(spec)}: name each draft once")
 
 
-def _check_leaf(name: str, argument: str, place: str) -> None:
+def _check_leaf(name: str, argument: str, where: str) -> None:
     """Raise ConfigError unless there is such a drafter and it takes this argument."""
     if name in LOADED and name != OWN and not argument:
         raise ConfigError(
             f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or"
-            f" {name}:HUB_ID{place}"
+            f" {name}:HUB_ID{where}"
         )
     if name == "retrieval" and not argument:
         raise ConfigError(
             "draft 'retrieval' needs an index: write retrieval:INDEX, which forerun index"
-            f" makes{place}"
+            f" makes{where}"
         )
     if name == "self" and not _SELF.fullmatch(argument):
         raise ConfigError(
             f"a model cannot draft for itself as {argument!r}: write self:int8 or self:int4"
             " (rounded), self:layers=12 (its first layers), self:layers=0-9,20-29 (these) or"
-            f" self:layers=auto (as is found to pay), or self:window=1024 (of its keys){place}"
+            f" self:layers=auto (as is found to pay), or self:window=1024 (of its keys){where}"
         )
     if name == "lookahead":
         lookahead_options(argument)
     if name not in KINDS and name not in plugins():
         known = [*SIMPLE, OWN, *(f"{n}:..." for n in ("retrieval", "self", *LOADED)), *plugins()]
-        raise ConfigError(f"there is no draft {shown(name)}{place}: {suggest(name, known)}")
+        raise ConfigError(f"there is no draft {shown(name)}{where}: {suggest(name, known)}")
     if name in SIMPLE and name not in WITH_OPTIONS and argument:
-        raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}{place}")
+        raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}{where}")

@@ -11,7 +11,7 @@ from pathlib import Path
 M_ARENA_MAX = -8  # parameter of mallopt in glibc
 
 
-def told(file: str, field: str) -> str:
+def proc_field(file: str, field: str) -> str:
     """Return the first value of a field in a file of /proc, or ""."""
     with suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
@@ -30,7 +30,7 @@ def cores() -> int:
 
 def processor() -> str:
     """Return the model name of the processor."""
-    return told("cpuinfo", "model name") or platform.processor() or platform.machine()
+    return proc_field("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def heap() -> int:
@@ -43,7 +43,7 @@ def free_ram() -> int:
     return min(_available(), _allowed(Path("/sys/fs/cgroup")))
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory that the C library holds to the system, if malloc_trim is available."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -60,7 +60,7 @@ def share_arenas() -> None:
 
 
 def _bytes(file: str, field: str) -> int:
-    text = told(file, field)
+    text = proc_field(file, field)
     return int(text.split()[0]) << 10 if text else 0
 
 

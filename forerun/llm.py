@@ -453,7 +453,7 @@ class LLM:
         """
         vocab, encoded = self.decoder.config.vocab, self._text().encode(text, special=False)
         tokens = tuple(takewhile(lambda token: token < vocab, encoded))
-        return Reference(name, tokens, start=0, whole=name == "prediction")
+        return Reference(name, tokens, start=0, is_prediction=name == "prediction")
 
     def _add(
         self,

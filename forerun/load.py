@@ -14,7 +14,7 @@ from forerun.cache.kv import KVCache
 from forerun.cache.recurrent import RecurrentStates
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
-from forerun.hardware import cores, free_ram, give_back
+from forerun.hardware import cores, free_ram, trim_heap
 from forerun.kernels import native
 from forerun.models.config import TRANSFORMERS, ModelConfig, load_config, note
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
@@ -389,7 +389,7 @@ def load_tokenizer(directory: Path, check: bool = False) -> Tokenizer | None:
         return None
     tokenizer = Tokenizer(directory)
     if directory.is_file():
-        give_back()  # building one takes several times what it keeps
+        trim_heap()  # building one takes several times what it keeps
     if check and (fault := tokenizer.check(load_config(directory).vocab)):
         note(fault)
     return tokenizer

@@ -61,12 +61,12 @@ def write_atomic(path: Path, text: str) -> None:
         ForerunError: it cannot be written, or `path` exists and is not a regular file.
     """
     try:
-        place = path.resolve()
-        if place.exists() and not place.is_file():
+        target = path.resolve()
+        if target.exists() and not target.is_file():
             raise ForerunError(
                 f"{path} cannot be written: there is something that is no file; give another name"
             )
-        with atomic_file(place) as work, work.open("w", encoding="utf-8", newline="\n") as file:
+        with atomic_file(target) as work, work.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -82,7 +82,7 @@ class WorkerProcess:
         self.seconds = seconds
         self.memory = memory
         self.niceness = niceness
-        self._places = threading.BoundedSemaphore(WORKERS)
+        self._slots = threading.BoundedSemaphore(WORKERS)
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._epoch = 0  # number of calls of `stop`
@@ -100,14 +100,14 @@ class WorkerProcess:
             problem = "it is nested too deeply, or holds values that are not plain"
             raise RefusedError(problem) from None
         epoch = self._epoch
-        if not self._places.acquire(timeout=PATIENCE):
+        if not self._slots.acquire(timeout=PATIENCE):
             raise BusyError(
                 "too many grammars or conversations are being worked on: try again in a moment"
             )
         try:
             answer = self._send(message, epoch)
         finally:
-            self._places.release()
+            self._slots.release()
         if "error" in answer:
             raise RefusedError(answer["error"])
         return answer["result"]
@@ -182,8 +182,8 @@ class WorkerProcess:
             raise WorkerProcessError(f"no process could be started for it: {error}") from None
 
     def _spawn(self) -> _Worker:
-        ours, theirs = Pipe()
-        descriptor = theirs.fileno()
+        parent_end, child_end = Pipe()
+        descriptor = child_end.fileno()
         settings = (os.getpid(), self.function, self.seconds, self.memory, self.niceness)
         arguments = [str(descriptor), *map(str, settings), *map(os.path.abspath, sys.path)]
         try:
@@ -196,11 +196,11 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C must not reach it
             )
         except OSError:
-            ours.close()
+            parent_end.close()
             raise
         finally:
-            theirs.close()
-        return _Worker(process, ours)
+            child_end.close()
+        return _Worker(process, parent_end)
 
 
 @atexit.register

@@ -11,10 +11,10 @@ The attackers have one address of their own (--source). The innocents ask for th
 and again: alone, beside honest clients with ordinary questions (as many as there will be attackers,
 unless --honest says otherwise), and under the attack. Printed are how long the innocents waited
 between tokens, at worst and in the median, how long /health took at worst, the memory of the server
-(beside it the KV cache, which takes what --kv-tokens allows page by page as prompts come, from
-whomever), and how it ended. Exit code 1 where a promise of docs/security.md is broken: another
-text, an answer of 500, a median twice as long as beside honest clients, /health over 100 ms, memory
-that does not come back to within 100 MiB, or a server that SIGTERM does not end in its time.
+(and of the KV cache, which takes what --kv-tokens allows page by page as prompts come, from any
+client), and how it ended. Exit code 1 where a promise of docs/security.md is broken: another text,
+an answer of 500, a median twice as long as beside honest clients, /health over 100 ms, memory that
+does not come back to within 100 MiB, or a server that SIGTERM does not end in its time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from processes import address, below, memory
 
 SHUTDOWN = 5.0  # seconds that the server gives running requests
 GRACE = 10.0  # seconds that its own end may take
-REST = 2.0  # seconds before the first request: a server that has had one has done what it puts off
+REST = 2.0  # seconds before the first request, for work that a server defers after its start
 LOGGED = 2000  # lines of its log, of all phases
 ROOM = 100  # MiB that it may have more at the end than at the beginning
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
@@ -79,7 +79,7 @@ Over = Callable[[], bool]  # whether it is time to stop
 
 
 def within(seconds: float) -> Over:
-    """So many seconds from now."""
+    """Return a function that is true once so many seconds are over."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
@@ -105,13 +105,13 @@ class Waits:
 
 
 class Innocents:
-    """Clients that do nothing wrong, and somebody who watches over /health."""
+    """Ordinary clients that stream, and one that polls /health."""
 
     def __init__(self, host: str, port: int, streams: int) -> None:
         self.host, self.port, self.streams = host, port, streams
 
     def watch(self, over: Over) -> Waits:
-        """Stream until it is over, once at least."""
+        """Stream until the phase is over, at least once."""
         return asyncio.run(self._watch(over))
 
     async def _watch(self, over: Over) -> Waits:
@@ -133,9 +133,9 @@ class Innocents:
                 waits.failures[f"{what.__name__[1:]}: {type(error).__name__} {error}"] += 1
                 await asyncio.sleep(0.2)
 
-    async def _open(self, said: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(self.host, self.port)
-        writer.write(said.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+        writer.write(request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         line = await reader.readline()
         if line[9:12] != b"200":
             writer.close()
@@ -171,72 +171,74 @@ class Innocents:
 
 
 async def attacker(
-    wire: Wire, number: int, options: argparse.Namespace, over: Over, said: Counter[str]
+    wire: Wire, number: int, options: argparse.Namespace, over: Over, outcomes: Counter[str]
 ) -> None:
-    """The corpus in random order, again and again: requests, and beside them what holds
-    connections."""
+    """Send the corpus in random order, again and again: requests, and at the same time behaviours
+    that hold connections."""
     rng = random.Random(number)
 
     async def all_of(names: list[str]) -> None:
         if options.once:  # the attackers share them
             for name in names[number :: options.attackers]:
-                said[f"{name}: {await strike(wire, name, options.scale)}"] += 1
+                outcomes[f"{name}: {await strike(wire, name, options.scale)}"] += 1
             return
         while names:
             for name in rng.sample(names, len(names)):
                 if over():
                     return
-                said[f"{name}: {await strike(wire, name, options.scale)}"] += 1
+                outcomes[f"{name}: {await strike(wire, name, options.scale)}"] += 1
 
     held = [name for name in options.only if name in BEHAVIOURS]
     await asyncio.gather(all_of(held), all_of([name for name in options.only if name in REQUESTS]))
 
 
 async def honest(
-    wire: Wire, number: int, options: argparse.Namespace, over: Over, said: Counter[str]
+    wire: Wire, number: int, options: argparse.Namespace, over: Over, outcomes: Counter[str]
 ) -> None:
     """Ordinary questions, one after the other."""
     while not over():
-        said[f"honest: {await wire.ask(*posted(CHAT, HONEST))}"] += 1
+        outcomes[f"honest: {await wire.ask(*posted(CHAT, HONEST))}"] += 1
 
 
 def others(work: Any, host: str, port: int, options: argparse.Namespace, pipe: Connection) -> None:
-    """Several clients of a kind until the time is up; sends what was said to them.
+    """Run several clients of a kind until the time is up, and send the outcomes of their requests.
 
     By default they take the processor only when the server does not want it: clients elsewhere
     would not take it at all."""
     os.nice(options.nice)
-    said: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
 
     async def all_of_them() -> None:
         source = options.source if work is attacker else ""
         wire, over = Wire(host, port, options.patience, source), within(options.seconds / 3)
         count = options.honest if work is honest else options.attackers
-        await asyncio.gather(*(work(wire, i, options, over, said) for i in range(count)))
+        await asyncio.gather(*(work(wire, i, options, over, outcomes) for i in range(count)))
 
     pipe.send("begun")
     asyncio.run(all_of_them())
-    pipe.send(said)
+    pipe.send(outcomes)
 
 
 @contextmanager
 def beside(
     work: Any, server: Server, options: argparse.Namespace
 ) -> Iterator[tuple[Counter[str], Over]]:
-    """Others at the same time; at the end it is known what was said to them. Until then: whether
-    they have done."""
+    """Run other clients at the same time.
+
+    Yields the outcomes of their requests, filled in at the end, and a function that is true once
+    the clients have finished."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=others, args=(work, server.host, server.port, options, theirs))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=others, args=(work, server.host, server.port, options, sender))
     process.start()
-    theirs.close()
-    ours.recv()  # it has begun
-    heard: Counter[str] = Counter()
+    sender.close()
+    receiver.recv()  # it has begun
+    outcomes: Counter[str] = Counter()
     try:
-        yield heard, ours.poll
-        if not ours.poll(2 * options.patience + 60):
+        yield outcomes, receiver.poll
+        if not receiver.poll(2 * options.patience + 60):
             raise SystemExit("the attack itself has not ended")
-        heard.update(ours.recv())
+        outcomes.update(receiver.recv())
     finally:
         process.kill()
         process.join()
@@ -283,7 +285,7 @@ class Server:
         return address(self.process, Path(self.log.name))
 
     def logged(self) -> str:
-        """What it has said on stderr."""
+        """Return what it has written to stderr."""
         return Path(self.log.name).read_text()
 
     def memory(self, kind: str = "RssAnon") -> float:
@@ -386,7 +388,7 @@ def measure(server: Server, options: argparse.Namespace, last: bool) -> dict[str
     with beside(honest, server, options) as (served, done):
         crowded = innocents.watch(done)
     before = server.peak = server.memory()
-    with beside(attacker, server, options) as (heard, done):
+    with beside(attacker, server, options) as (outcomes, done):
         attacked = innocents.watch(done if options.once else within(options.seconds / 3))
     after, kv = server.rested(before + ROOM), server.memory("RssShmem")
     alive = innocents.watch(within(options.seconds / 30))
@@ -402,7 +404,7 @@ def measure(server: Server, options: argparse.Namespace, last: bool) -> dict[str
     report["memory_mib"] = {"before": before, "most": server.peak, "after": after, "kv": kv}
     report |= {
         "shutdown_seconds": ended,
-        "attacks": dict(sorted(heard.items())),
+        "attacks": dict(sorted(outcomes.items())),
         "honest": dict(served),
     }
     report["tracebacks"] = server.logged().count("Traceback")

@@ -33,7 +33,7 @@ def chat(**fields: Any) -> Made:
 
 
 def many(count: float, scale: float) -> int:
-    """How many there are of something."""
+    """Return a number of repetitions, scaled, at least 2."""
     return max(2, int(count * scale))
 
 
@@ -248,19 +248,19 @@ async def slow_headers(wire: Wire, scale: float) -> str:
 
 
 async def many_connections(wire: Wire, scale: float) -> str:
-    """Connections that say nothing."""
-    said = await asyncio.gather(
+    """Connections that send nothing."""
+    statuses = await asyncio.gather(
         *(wire.say(b"", pause=3 * scale, read=False) for _ in range(many(700, scale)))
     )
-    return said[0]
+    return statuses[0]
 
 
 async def unread(wire: Wire, request: Made, count: int) -> str:
     """Requests on several connections, of whose answers nothing is read."""
     path, content = request
-    said, pause = begun(path, len(content)) + content, wire.patience * 0.9
+    sent, pause = begun(path, len(content)) + content, wire.patience * 0.9
     return max(
-        await asyncio.gather(*(wire.say(said, pause=pause, read=False) for _ in range(count)))
+        await asyncio.gather(*(wire.say(sent, pause=pause, read=False) for _ in range(count)))
     )
 
 
@@ -275,8 +275,8 @@ async def slow_reader(wire: Wire, scale: float) -> str:
 async def killed(wire: Wire, scale: float) -> str:
     """Streams that are left as soon as they have begun."""
     path, content = completion(max_tokens=500, ignore_eos=True, stream=True)
-    said = begun(path, len(content)) + content
-    return (await asyncio.gather(*(wire.say(said, pause=0.05, read=False) for _ in range(20))))[0]
+    sent = begun(path, len(content)) + content
+    return (await asyncio.gather(*(wire.say(sent, pause=0.05, read=False) for _ in range(20))))[0]
 
 
 async def rebound(wire: Wire, scale: float) -> str:
@@ -323,18 +323,18 @@ async def tiny_chunks_without_end(wire: Wire, scale: float) -> str:
 
 async def many_headers(wire: Wire, scale: float) -> str:
     """Requests of thousands of short headers, for which no key is needed."""
-    said = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * many(4000, scale) + b"\r\n"
-    return max(await asyncio.gather(*(wire.say(said) for _ in range(many(100, scale)))))
+    sent = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * many(4000, scale) + b"\r\n"
+    return max(await asyncio.gather(*(wire.say(sent) for _ in range(many(100, scale)))))
 
 
 async def most_headers(wire: Wire, scale: float) -> str:
     """As many and as long headers as are taken, on many connections at once."""
-    said = (
+    sent = (
         b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         + b"a: %s\r\n" % (b"b" * 150) * 90
         + b"\r\n"
     )
-    return max(await asyncio.gather(*(wire.say(said) for _ in range(many(200, scale)))))
+    return max(await asyncio.gather(*(wire.say(sent) for _ in range(many(200, scale)))))
 
 
 async def unread_answers(wire: Wire, scale: float) -> str:
@@ -356,8 +356,8 @@ async def descriptors(wire: Wire, scale: float) -> str:
         for _ in range(many(1500, scale))
     ]
     number = random.randrange(10**6)
-    asked = wire.ask(*form("regex", f"[a-z]{{4}}{number}"))
-    return (await asyncio.gather(asked, *half))[0]
+    request = wire.ask(*form("regex", f"[a-z]{{4}}{number}"))
+    return (await asyncio.gather(request, *half))[0]
 
 
 async def log_flood(wire: Wire, scale: float) -> str:
@@ -367,8 +367,8 @@ async def log_flood(wire: Wire, scale: float) -> str:
         b"GET / HTTP/9\r\n\r\n",
         b"GET / HTTP/1.1\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
     )
-    said = [await wire.say(wrong[i % 3], read=i % 3 < 2) for i in range(many(1000, scale))]
-    return max(said)
+    statuses = [await wire.say(wrong[i % 3], read=i % 3 < 2) for i in range(many(1000, scale))]
+    return max(statuses)
 
 
 async def two_lengths(wire: Wire, scale: float) -> str:
@@ -390,8 +390,8 @@ async def pipeline(wire: Wire, scale: float) -> str:
 async def noise_of_fields(wire: Wire, scale: float) -> str:
     """Requests of random fields."""
     rng = random.Random()
-    said = [await wire.ask(*noise(rng)) for _ in range(many(20, scale))]
-    return max(said)  # the worst status
+    statuses = [await wire.ask(*noise(rng)) for _ in range(many(20, scale))]
+    return max(statuses)  # the worst status
 
 
 BEHAVIOURS: dict[str, Callable[[Wire, float], Awaitable[str]]] = {
@@ -421,7 +421,7 @@ NAMES = (*REQUESTS, *BEHAVIOURS)
 
 
 async def strike(wire: Wire, name: str, scale: float = 1.0) -> str:
-    """One of the corpus; returns what the server said."""
+    """Run one attack of the corpus; return the server's status."""
     if name in BEHAVIOURS:
         return await BEHAVIOURS[name](wire, scale)
     return await wire.ask(*REQUESTS[name](scale))

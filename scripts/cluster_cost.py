@@ -72,13 +72,13 @@ async def cached_share(url: str, at_once: int = 3) -> float:
     """Of the prompt tokens of all conversations' turns, the share that came from a cache."""
     turns = [list(range(TURNS)) for _ in range(CONVERSATIONS)]
     gate = asyncio.Semaphore(at_once)
-    told: list[list[dict[str, str]]] = []
+    conversations: list[list[dict[str, str]]] = []
     for i in range(CONVERSATIONS):
         system = (
             f"You are assistant {i % SYSTEMS}, and these are your rules. "
             + "Be exact and kind. " * 40
         )
-        told.append([{"role": "system", "content": system}])
+        conversations.append([{"role": "system", "content": system}])
     usages: list[dict[str, Any]] = []
 
     async def converse(client: Any, number: int) -> None:
@@ -87,14 +87,15 @@ async def cached_share(url: str, at_once: int = 3) -> float:
                 f"Question {turn} of conversation {number}: "
                 f"what about {'abcdefgh'[(number + turn) % 8] * 9}? " * 3
             )
-            told[number].append({"role": "user", "content": question})
+            conversations[number].append({"role": "user", "content": question})
             async with gate:
-                body = {"model": "m", "messages": told[number], "max_tokens": 24, "temperature": 0}
+                messages = conversations[number]
+                body = {"model": "m", "messages": messages, "max_tokens": 24, "temperature": 0}
                 answer = (
                     (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
                 )
             usages.append(answer["usage"])
-            told[number].append(
+            conversations[number].append(
                 {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
             )
 
@@ -180,12 +181,12 @@ async def tokens_a_second(
                 if i:  # the first round warms up
                     speeds[name].append(tokens / taken)
                     spent[name].append(
-                        {who: 1e3 * (after[who] - before[who]) / tokens for who in after}
+                        {kind: 1e3 * (after[kind] - before[kind]) / tokens for kind in after}
                     )
     medians = {name: round(median(values), 1) for name, values in speeds.items()}
     ratios = sorted(a / b for a, b in zip(speeds["cluster"], speeds["direct"], strict=True))
     processors = {
-        name: {who: round(median(one[who] for one in rows), 2) for who in rows[0]}
+        name: {kind: round(median(row[kind] for row in rows), 2) for kind in rows[0]}
         for name, rows in spent.items()
     }
     ratio = {

@@ -44,17 +44,18 @@ def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(f'host = "127.0.0.1"\nport = 0\nshutdown_timeout = 5\n{plan}')
-        said = Path(folder) / "said"
-        with said.open("w") as log:
+        log_path = Path(folder) / "log"
+        with log_path.open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "forerun", "deploy", str(file)], stderr=log
             )
         try:
-            yield process, address(process, said, r"serving replicas .* on (http://\S+)")
+            yield process, address(process, log_path, r"serving replicas .* on (http://\S+)")
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-            errors = [line for line in said.read_text().splitlines() if '"level": "error"' in line]
+            lines = log_path.read_text().splitlines()
+            errors = [line for line in lines if '"level": "error"' in line]
             print(*errors[:MOST_SHOWN], sep="\n", end="\n" * bool(errors), file=sys.stderr)
 
 
@@ -78,7 +79,7 @@ class Tally:
     back: list[float] = field(default_factory=list)
     kills: int = 0
     tokens: int = 0
-    said: dict[int, list[int]] = field(default_factory=dict)
+    tokens_by_request: dict[int, list[int]] = field(default_factory=dict)
     samples: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -172,7 +173,7 @@ class Soak:
             self.tally.failed[
                 f"a stream with {done} ends, {len(errors)} errors, finish reason {reason}"
             ] += 1
-        self._compare(number, tokens, whole=not errors)
+        self._compare(number, tokens, is_complete=not errors)
         return f"error in a stream: {errors[0]}" if errors else "answer"
 
     def _refusal(self, status: int, body: dict[str, Any]) -> str:
@@ -180,13 +181,13 @@ class Soak:
             self.tally.failed[f"status {status}"] += 1
         return f"status {status}: {body['error']['message']}"
 
-    def _compare(self, number: int, tokens: list[int], whole: bool = True) -> None:
-        """With what was said before; a stream that broke off must be its beginning."""
+    def _compare(self, number: int, tokens: list[int], is_complete: bool = True) -> None:
+        """Compare with an earlier answer; a stream that broke off must be its beginning."""
         self.tally.tokens += len(tokens)
-        known = self.tally.said.get(number)
-        if known is None and whole:
-            self.tally.said[number] = tokens
-        elif known is not None and known[: len(known) if whole else len(tokens)] != tokens:
+        known = self.tally.tokens_by_request.get(number)
+        if known is None and is_complete:
+            self.tally.tokens_by_request[number] = tokens
+        elif known is not None and known[: len(known) if is_complete else len(tokens)] != tokens:
             self.tally.failed[f"request {number} has other tokens"] += 1
 
     async def _kill_on(self, draw: random.Random) -> None:
@@ -259,7 +260,7 @@ class Soak:
             "kills": tally.kills,
             "requests": sum(tally.ended.values()),
             "ended": dict(tally.ended),
-            "compared": f"{len(tally.said)} requests, each with its seed",
+            "compared": f"{len(tally.tokens_by_request)} requests, each with its seed",
             "tokens_per_second": round(tally.tokens / seconds, 1),
             "request_ms": percentiles(tally.seconds, (50, 99))
             | {"most": round(1e3 * max(tally.seconds, default=0))},

@@ -113,8 +113,8 @@ def main() -> int:
     given = parser.parse_args()
     chance, survived = random.Random(given.seed), 0
     folders = given.folders.split(",")
-    with tempfile.TemporaryDirectory() as place:
-        copy = Path(place) / "repository"
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "repository"
         ignored = shutil.ignore_patterns(".git", ".venv", "build", ".*_cache", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=ignored)
         for number in range(given.count):

@@ -24,9 +24,9 @@ def address(process: subprocess.Popen[bytes], log: Path, pattern: str = r" on (h
 def below(pid: int) -> list[int]:
     """Return a process id and those of all its descendants."""
     found = [pid]
-    for one in found:
+    for process in found:
         with suppress(OSError):  # it may end meanwhile
-            for children in Path(f"/proc/{one}/task").glob("*/children"):
+            for children in Path(f"/proc/{process}/task").glob("*/children"):
                 found += map(int, children.read_text().split())
     return found
 

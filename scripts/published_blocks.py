@@ -60,10 +60,10 @@ def cases() -> list[Case]:
     return found
 
 
-def made(
+def random_model(
     config: type, model: type, own: dict[str, Any], layer: dict[str, Any], base: LlamaForCausalLM
 ) -> Any:
-    """One of their models, its parts of some consequence, with the target's embedding and head."""
+    """Return a random model of theirs with the target's embedding and head; no part has no effect."""
     layers = Qwen3Config(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=128, **layer,
@@ -89,8 +89,8 @@ def made(
     return theirs.eval()
 
 
-def said(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
-    """Logits of all slots behind the text's own tokens, over the target's tokens. [S, V]"""
+def expected_logits(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
+    """Return the logits of all slots behind the text's own tokens, over the target's tokens. [S, V]"""
     mask = torch.zeros(1, LENGTH)
     mask[0, ANCHOR] = 1
     hidden, logits, *_ = theirs._backbone_forward(
@@ -150,17 +150,17 @@ def main() -> int:
         base.save_pretrained(folder)
         target = view_of(LLM(folder, draft="off", kernels="torch", kv_tokens=256).decoder)
         for name, config, model, own, layer in cases():
-            theirs = made(config, model, own, layer, base)
-            with tempfile.TemporaryDirectory() as place:
-                theirs.save_pretrained(place)
+            theirs = random_model(config, model, own, layer, base)
+            with tempfile.TemporaryDirectory() as saved:
+                theirs.save_pretrained(saved)
                 states, tokens = (
                     torch.randn(LENGTH, len(STATES) * HIDDEN),
                     torch.randint(VOCAB, (LENGTH,)),
                 )
-                expected = said(theirs, states, tokens)[
+                expected = expected_logits(theirs, states, tokens)[
                     0 if theirs.config.sample_from_anchor else 1 :
                 ]
-                ours = torch.stack(list(drafted(Path(place), target, states, tokens)))
+                ours = torch.stack(list(drafted(Path(saved), target, states, tokens)))
             known = expected.isfinite()
             same = torch.equal(known, ours.isfinite())
             apart = (

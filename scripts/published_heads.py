@@ -92,16 +92,16 @@ def speculators(sources: Path) -> Iterator[Case]:
     extras = load("fms_speculator", sources / "fms-extras/fms_extras/models/speculator.py")
     folder = sources / "ArcticTraining/projects/mlp_speculator/mlp_speculator"
     mlp = load("arctic_mlp", folder / "speculator.py")
-    made: list[tuple[str, dict[str, Any], Any, str]] = []
+    models: list[tuple[str, dict[str, Any], Any, str]] = []
     for tied in (False, True):
         raw = ibm | {"tie_weights": tied, "scale_input": tied}
         own = extras.MLPSpeculator(
             HIDDEN, 24, VOCAB, LEVELS_AHEAD, tie_weights=tied, scale_input=tied
         )
-        made.append((f"IBM, tied {tied}", raw, own, "speculator."))
+        models.append((f"IBM, tied {tied}", raw, own, "speculator."))
         raw = raw | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
-        made.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
-    for name, raw, own, prefix in made:
+        models.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
+    for name, raw, own, prefix in models:
         tensors = {f"{prefix}{k}": tensor for k, tensor in filled(own).state_dict().items()}
 
         def say(states: Tensor, tokens: Tensor, own: Any = own) -> Any:
@@ -111,12 +111,12 @@ def speculators(sources: Path) -> Iterator[Case]:
 
 
 def drafted(heads: MedusaStyleHeads, states: Tensor, tokens: Tensor) -> list[Tensor]:
-    """What forerun's heads say: level i behind tokens i and on."""
-    said, carried = [], heads.initial(states)
+    """Return the logits of forerun's heads: level i behind the tokens from i on."""
+    logits_by_level, carried = [], heads.initial(states)
     for level in range(heads.levels):
         logits, carried = heads.step(level, carried, tokens[level : level + len(states)])
-        said.append(logits)
-    return said
+        logits_by_level.append(logits)
+    return logits_by_level
 
 
 @torch.inference_mode()

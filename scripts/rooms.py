@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The rooms of the house: lines of each folder of the package, and which folders it imports from,
-by number of imports.
+"""Print the number of lines of each folder of the package, and the folders it imports from with the
+number of imports.
 
-python scripts/rooms.py                 # of this checkout
-python scripts/rooms.py OTHER/forerun   # of another one
-python scripts/rooms.py --modules       # folders within folders one by one
+python scripts/folder_imports.py                 # of this checkout
+python scripts/folder_imports.py OTHER/forerun   # of another one
+python scripts/folder_imports.py --modules       # with subfolders on their own
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ def main() -> None:
     parser.add_argument(
         "package", nargs="?", type=Path, default=Path(__file__).parent.parent / "forerun"
     )
-    parser.add_argument(
-        "--modules", action="store_true", help="Folders within folders are rooms of their own."
-    )
-    asked = parser.parse_args()
+    parser.add_argument("--modules", action="store_true", help="List subfolders on their own.")
+    options = parser.parse_args()
     lines: Counter[str] = Counter()
     imports: dict[str, Counter[str]] = {}
-    for path in sorted(asked.package.rglob("*.py")):
+    for path in sorted(options.package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        room = _room(
-            path.relative_to(asked.package.parent).with_suffix("").parts,
-            asked.modules,
-            asked.package,
+        folder = _folder_of(
+            path.relative_to(options.package.parent).with_suffix("").parts,
+            options.modules,
+            options.package,
         )
-        lines[room] += text.count("\n")
+        lines[folder] += text.count("\n")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
-                other = _room(tuple((node.module or "").split(".")), asked.modules, asked.package)
-                if other != room:
-                    imports.setdefault(room, Counter())[other] += 1
-    for room, count in sorted(lines.items(), key=lambda pair: -pair[1]):
-        named = ", ".join(f"{other} {n}" for other, n in imports.get(room, Counter()).most_common())
-        print(f"{room:<20}{count:>7}   {named}")
+                other = _folder_of(
+                    tuple((node.module or "").split(".")), options.modules, options.package
+                )
+                if other != folder:
+                    imports.setdefault(folder, Counter())[other] += 1
+    for folder, count in sorted(lines.items(), key=lambda pair: -pair[1]):
+        named = ", ".join(
+            f"{other} {n}" for other, n in imports.get(folder, Counter()).most_common()
+        )
+        print(f"{folder:<20}{count:>7}   {named}")
     print(f"{'all':<20}{sum(lines.values()):>7}")
 
 
-def _room(parts: tuple[str, ...], modules: bool, package: Path) -> str:
-    """The folder that a module is in; those in none share a room, `forerun`."""
+def _folder_of(parts: tuple[str, ...], modules: bool, package: Path) -> str:
+    """Return the folder that a module is in; `forerun` for modules of the package itself."""
     folders = [
         part for i, part in enumerate(parts) if (package.parent / Path(*parts[: i + 1])).is_dir()
     ]

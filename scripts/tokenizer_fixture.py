@@ -310,7 +310,7 @@ def settings(vocabulary: dict[str, Any], **keys: Any) -> dict[str, Any]:
     }
 
 
-def told(ids: Sequence[int]) -> str:
+def hash_of(ids: Sequence[int]) -> str:
     """A hash of ids."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:10]
 
@@ -390,8 +390,8 @@ def ask(case: dict[str, Any], oracle: Oracle, some: list[str], full: dict[str, A
     where they are not."""
     answers = [[oracle.ids(text, special) for text in some] for special in (True, False)]
     full[case["name"]] = answers
-    case["parsed"] = " ".join(map(told, answers[0]))
-    case["plain"] = " ".join(told(b) if a != b else "=" for a, b in zip(*answers, strict=True))
+    case["parsed"] = " ".join(map(hash_of, answers[0]))
+    case["plain"] = " ".join(hash_of(b) if a != b else "=" for a, b in zip(*answers, strict=True))
     case["ends"] = oracle.ends()
 
 

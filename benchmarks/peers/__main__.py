@@ -48,7 +48,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
-from forerun.measure.tables import listed, print_columns, print_json, whole
+from forerun.measure.tables import listed, parse_integer, print_columns, print_json
 from forerun.measure.workloads import choose_tasks, token_ids
 from forerun.models.config import load_config
 from forerun.models.decoder import default_context
@@ -110,7 +110,7 @@ class Plan:
     Attributes:
         target: a directory or GGUF file.
         draft: model:PLACE, lookup or off.
-        drafter: the draft model's place, or None.
+        drafter: the draft model's path, or None.
         peers: {engine: Python or URL}.
         formats: of the target's weights.
         draft_format: of the draft model's, for engines that can choose it.
@@ -323,7 +323,7 @@ def measure_peers(plan: Plan, loads: Sequence[Load]) -> Report:
 def worker_options(
     plan: Plan, form: str, requests: int, texts: Prompts, folder: Path
 ) -> dict[str, Any]:
-    """Return what every worker is told. Raises RequestError if an output would be cut short."""
+    """Return the options of every worker. Raises RequestError if an output would be cut short."""
     longest = max(map(len, texts))
     context = default_context(load_config(plan.target))
     for prompt, more in ((longest, plan.tokens), (max(plan.prefill, default=0), 1)):
@@ -445,7 +445,7 @@ def converted_models(wanted: Path | None) -> Iterator[Path]:
 
 
 def parse_peers(entries: Sequence[str]) -> dict[str, str]:
-    """Parse NAME=PLACE entries. Raises ConfigError for an unknown engine or an invalid place."""
+    """Parse NAME=PLACE entries. Raises ConfigError for an unknown engine or an invalid path."""
     peers: dict[str, str] = {}
     for entry in entries:
         name, _, where = (part.strip() for part in entry.partition("="))
@@ -470,10 +470,10 @@ def make_plan(given: Any) -> Plan:
     draft = given.draft or (LOOKUP if target.is_file() else OFF)
     drafter = None
     if draft not in (LOOKUP, OFF):
-        (kind, place), *others = parse_draft(draft)
+        (kind, path), *others = parse_draft(draft)
         if others or kind != "model":
             raise ConfigError(f"other engines have no {draft}: give model:PLACE, lookup or off")
-        drafter = find_model(place)
+        drafter = find_model(path)
     formats = listed(given.formats) or ([STORED] if target.is_file() else list(FORMATS[1:]))
     for form in formats:
         if target.is_file() != (form == STORED):
@@ -486,7 +486,7 @@ def make_plan(given: Any) -> Plan:
     depths = [parse_depth(depth) for depth in listed(given.depths) or listed(usual)]
     if 0 in depths:
         raise ConfigError("depth 0 is plain decoding, which is always measured")
-    prefill = [whole(length, "prefill") for length in listed(given.prefill)]
+    prefill = [parse_integer(length, "prefill") for length in listed(given.prefill)]
     for name, value, lowest in (
         ("tokens", given.tokens, 2),
         ("repeats", given.repeats, 1),
@@ -610,7 +610,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--alone", action="store_true", help="keep only one engine loaded at a time")
     add("--converted", type=Path, help="a directory that keeps converted models")
     given = options.parse_args(arguments)
-    counts = dict.fromkeys(whole(count, "requests") for count in listed(given.requests))
+    counts = dict.fromkeys(parse_integer(count, "requests") for count in listed(given.requests))
     for count in counts:
         check_integer("requests", count, 1, 1024)
     plan = make_plan(given)

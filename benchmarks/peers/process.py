@@ -132,8 +132,8 @@ class Worker:
         try:
             outputs = answer["outputs"]
             steps = answer["steps"]
-            made = answer["decode_tokens"]
-            speed = made / answer["decode_seconds"] if made else 0.0
+            num_tokens = answer["decode_tokens"]
+            speed = num_tokens / answer["decode_seconds"] if num_tokens else 0.0
             prefill = float(answer.get("prefill_seconds", 0.0))
             expected = [tokens] * len(prompts)
             lengths = expected if outputs is None else [len(output) for output in outputs]

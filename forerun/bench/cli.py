@@ -28,12 +28,12 @@ from forerun.draft_spec import drafts_in
 from forerun.errors import ConfigError, ForerunError, Interrupted
 from forerun.measure.tables import (
     listed,
-    number,
+    parse_integer,
+    parse_number,
     print_columns,
     print_json,
     print_table,
     times_and_interval,
-    whole,
 )
 from forerun.measure.workloads import builtin, choose_tasks, excerpts, of_categories, read_tasks
 from forerun.utils import check_integer, json_line, write_atomic
@@ -98,34 +98,34 @@ def pair(
     from forerun.bench.pair import make_pair
 
     with progress(as_json) as tell:
-        made = (make_packed_pair if wanted.is_packed else make_pair)(out, wanted, tell)
+        result = (make_packed_pair if wanted.is_packed else make_pair)(out, wanted, tell)
     if as_json:
-        print_json({"directory": str(out), **made.as_dict()})
+        print_json({"directory": str(out), **result.as_dict()})
     else:
-        _print_pair(made)
+        _print_pair(result)
 
 
-def _print_pair(made: Pair) -> None:
+def _print_pair(pair: Pair) -> None:
     """Print sizes, agreement and the next command."""
-    target, draft = (size / 1e6 for size in made.parameters)
+    target, draft = (size / 1e6 for size in pair.parameters)
     sizes = f"target of {target:.1f}M parameters, draft of {draft:.1f}M"
-    if made.recipe.experts:
-        sizes += f", {made.active[0] / 1e6:.1f}M and {made.active[1] / 1e6:.1f}M a token"
-    eps = "" if made.eps is None else f", eps {made.eps:.4f}"
-    print(f"{made.directory}: {sizes}{eps}")
-    measured = made.agreement
+    if pair.recipe.experts:
+        sizes += f", {pair.active[0] / 1e6:.1f}M and {pair.active[1] / 1e6:.1f}M a token"
+    eps = "" if pair.eps is None else f", eps {pair.eps:.4f}"
+    print(f"{pair.directory}: {sizes}{eps}")
+    measured = pair.agreement
     print(
         f"greedy agreement {measured.agree:.1%} of {measured.positions} tokens,"
         f" {measured.accepted.get(4, measured.agree):.2f} of 4 drafted accepted, overlap at"
         f" temperature 1 {measured.overlap:.1%}, {measured.looping} of {measured.texts} texts loop"
     )
-    if made.measured_layers < made.recipe.layers:
-        print(f"measured with a target of {made.measured_layers} layers that is otherwise the same")
-    if made.middle:
-        with_target, with_draft = made.middle
+    if pair.measured_layers < pair.recipe.layers:
+        print(f"measured with a target of {pair.measured_layers} layers that is otherwise the same")
+    if pair.middle:
+        with_target, with_draft = pair.middle
         print(f"the middle model agrees with {with_target:.1%} of the target's greedy tokens")
         print(f"the draft agrees with {with_draft:.1%} of the middle model's")
-    models = made.directory / made.target, made.directory / made.draft
+    models = pair.directory / pair.target, pair.directory / pair.draft
     print(f"next: forerun bench decode --model {models[0]} --drafts suffix,model:{models[1]}")
 
 
@@ -274,19 +274,19 @@ def start(
     with progress(as_json, measuring=True) as tell:
         starts = measure_starts([this_command(), *(commands or [])], arguments, repeats, tell)
     if as_json:
-        found = [asdict(each) for each in starts]
+        found = [asdict(start) for start in starts]
         print_json({"machine": machine(), "weights_bytes": size, "starts": found})
         return
     rows = [
         {
-            "command": each.command,
-            "verb": each.verb,
-            "ready s": _known(each.ready, ".2f"),
-            "first word s": f"{each.first:.2f}",
-            "memory MB": f"{each.memory / 1e6:.0f}",
-            "over weights MB": f"{(each.memory - size) / 1e6:.0f}",
+            "command": start.command,
+            "verb": start.verb,
+            "ready s": _known(start.ready, ".2f"),
+            "first word s": f"{start.first:.2f}",
+            "memory MB": f"{start.memory / 1e6:.0f}",
+            "over weights MB": f"{(start.memory - size) / 1e6:.0f}",
         }
-        for each in starts
+        for start in starts
     ]
     print_columns(rows, optional=("command",))
     print(f"weights of {size / 1e6:.0f} MB on disk, medians of {repeats} rounds")
@@ -358,7 +358,7 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Time a running server under load: throughput, time to first token, between tokens, drafts."""
-    counts = [whole(count, "requests") for count in listed(requests)]
+    counts = [parse_integer(count, "requests") for count in listed(requests)]
     key = _api_key(api_key_env) if api_key_env is not None else None
     _check_out(out)
     try:
@@ -407,8 +407,8 @@ def _print_serving(report: ServeReport) -> None:
     print_columns([_serving_row(result) for result in report.results])
     for result in report.results:
         for error, count in result.errors.items():
-            who = result.draft or "requests"
-            print(f"{who}, {result.requests} at once: {count} failed: {error}")
+            source = result.draft or "requests"
+            print(f"{source}, {result.requests} at once: {count} failed: {error}")
     print(
         f"{report.model} on {report.server or 'a server'} at {report.url}, {report.tokens} tokens,"
         f" temperature {report.temperature:g}"
@@ -513,14 +513,14 @@ def model(
         chance, _, rest = inner.partition(":")
         cost, _, row = rest.partition(":")
         cascade = Speculation(
-            acceptance=[number(chance, "inner")],
-            draft_cost=number(cost, "inner") / draft_cost if draft_cost else 0.0,
+            acceptance=[parse_number(chance, "inner")],
+            draft_cost=parse_number(cost, "inner") / draft_cost if draft_cost else 0.0,
             verify_cost=_verify_cost(row) if row else rows,
         )
         levels, draft_cost = cascaded(draft_cost, cascade)
     speculation = Speculation(
-        acceptance=[number(a, "acceptance") for a in listed(acceptance)],
-        siblings=[number(s, "siblings") for s in listed(siblings)],
+        acceptance=[parse_number(a, "acceptance") for a in listed(acceptance)],
+        siblings=[parse_number(s, "siblings") for s in listed(siblings)],
         draft_cost=draft_cost,
         fixed_cost=fixed_cost,
         verify_cost=rows,
@@ -557,11 +557,11 @@ def _verify_cost(text: str) -> Any:
     from forerun.costs import cost_by_rows, cost_by_slope
 
     if ":" not in text:
-        return cost_by_slope(number(text, "verify-cost"))
+        return cost_by_slope(parse_number(text, "verify-cost"))
     points = {}
     for entry in listed(text):
         rows, _, cost = entry.partition(":")
-        points[whole(rows, "verify-cost")] = number(cost, "verify-cost")
+        points[parse_integer(rows, "verify-cost")] = parse_number(cost, "verify-cost")
     return cost_by_rows(points)
 
 

@@ -143,7 +143,7 @@ class Answer:
         except (ValueError, RecursionError, AttributeError):
             choices = None
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise ForerunError(f"the stream has an invalid chunk: {one_line(data)}")
+            raise ForerunError(f"the stream has an invalid chunk: {printable(data)}")
         for choice in choices:
             self._add_choice(choice)
             self.finished |= choice.get("finish_reason") is not None
@@ -267,11 +267,11 @@ class RunningServer:
             )
         if wanted is None and len(names) > 1:
             raise ConfigError(
-                f"{base} has several models: give --model, {one_line(', '.join(names))}"
+                f"{base} has several models: give --model, {printable(', '.join(names))}"
             )
         if wanted is not None and wanted not in names:
             raise ConfigError(
-                f"{base} has no model {wanted!r}: it has {one_line(', '.join(names))}"
+                f"{base} has no model {wanted!r}: it has {printable(', '.join(names))}"
             )
         self.model = wanted or next(iter(names))
         self.maker = str(names[self.model].get("owned_by") or "")
@@ -305,7 +305,7 @@ class RunningServer:
         content = _json_object(response) if response.status_code == 200 else None
         if content is None:
             refused = response.status_code != 200
-            what = _refusal(response) if refused else one_line(response.text[:80])
+            what = _refusal(response) if refused else printable(response.text[:80])
             raise ConfigError(f"{base} is no server with the OpenAI API: {path} gave {what}")
         return content
 
@@ -371,10 +371,10 @@ def spec_stats(chunk: dict[str, Any]) -> SpecStats | None:
 def error_message(content: dict[str, Any]) -> str:
     """Return the message of an error response in the formats that servers use."""
     error = content.get("error") or content.get("detail") or content
-    return one_line(str(error.get("message", error) if isinstance(error, dict) else error))
+    return printable(str(error.get("message", error) if isinstance(error, dict) else error))
 
 
-def one_line(text: str) -> str:
+def printable(text: str) -> str:
     """Return a server's text in one printable line of limited length."""
     words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return words if len(words) <= MAX_MESSAGE else words[: MAX_MESSAGE - 3] + "..."
@@ -412,9 +412,9 @@ def _json_object(response: httpx2.Response) -> dict[str, Any] | None:
 def _refusal(response: httpx2.Response) -> str:
     """Return an HTTP status and the server's message."""
     content = _json_object(response)
-    message = error_message(content) if content is not None else one_line(response.text[:80])
+    message = error_message(content) if content is not None else printable(response.text[:80])
     return f"{response.status_code} {message}".strip()
 
 
 def _transport_error(error: Exception) -> str:
-    return one_line(str(error)) or type(error).__name__
+    return printable(str(error)) or type(error).__name__

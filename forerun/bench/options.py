@@ -12,7 +12,7 @@ from typing import Any
 from forerun.cli.flags import SAMPLING, Group
 from forerun.config import Config, parse_depth
 from forerun.draft_spec import drafts_in
-from forerun.measure.tables import listed, number, plural, whole
+from forerun.measure.tables import listed, parse_integer, parse_number, plural
 from forerun.sampling.params import NEUTRAL, SamplingParams
 
 NO_FLAGS = (
@@ -94,8 +94,8 @@ def plan_fields(
             for depth in plural(options.depths, config.pop("depth", None), "depth", depths)
         ],
         "rules": plural(options.rules, config.pop("rule", None), "rule", "match"),
-        "temperatures": [number(value, "temperatures") for value in temperatures],
-        "requests": [whole(count, "requests") for count in listed(options.requests)],
+        "temperatures": [parse_number(value, "temperatures") for value in temperatures],
+        "requests": [parse_integer(count, "requests") for count in listed(options.requests)],
         "quantizations": plural(
             options.quantizations, config.pop("quantization", None), "quantization", "none"
         ),

@@ -134,8 +134,8 @@ class Attention:
                 out[group.queries] = attended  # of a single segment: [1, N, Hq, D]
             else:
                 assert isinstance(group.queries, Tensor)
-                places = group.queries.flatten()[group.filled]
-                out[places] = attended.flatten(0, 1)[group.filled]
+                indices = group.queries.flatten()[group.filled]
+                out[indices] = attended.flatten(0, 1)[group.filled]
         return out
 
     def _attend(
@@ -229,7 +229,7 @@ def visible_masks(
         if keys.window is not None:
             mask = seen & ((distances < keys.window) | (np.arange(shape[2]) < keys.sinks))
         if keys.chunk is not None:
-            mask = mask & (distances <= _places(segments, depths, cache, shape, keys.chunk))
+            mask = mask & (distances <= _chunk_offsets(segments, depths, cache, shape, keys.chunk))
         masks.append((keys, mask))
     return masks
 
@@ -250,19 +250,19 @@ def _distances(
     return distance
 
 
-def _places(
+def _chunk_offsets(
     segments: Sequence[Segment],
     depths: Sequence[np.ndarray],
     cache: KVCache,
     shape: tuple[int, int, int],
     chunk: int,
 ) -> np.ndarray:
-    """Return the place of each query in its chunk of the text, 0 for padding: [R, N, 1]."""
-    places = np.zeros((*shape[:2], 1), dtype=np.int32)
+    """Return the offset of each query in its chunk of the text, 0 for padding: [R, N, 1]."""
+    offsets = np.zeros((*shape[:2], 1), dtype=np.int32)
     for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
         positions = cache.length[segment.slot] + depth[segment.offset :]
-        places[r, : len(segment.tokens), 0] = positions % chunk
-    return places
+        offsets[r, : len(segment.tokens), 0] = positions % chunk
+    return offsets
 
 
 def _ancestors(parents: Sequence[int]) -> np.ndarray:

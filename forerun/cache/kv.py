@@ -189,7 +189,7 @@ class KVCache:
                     keys[:, :, j // LANES, :, j % LANES] = keys[:, :, i // LANES, :, i % LANES]
                     values[:, :, j] = values[:, :, i]
             return
-        both = upload([*source, *target], torch.int64, self.data.device)
-        sources, targets = torch.split(both, len(source))
+        indices = upload([*source, *target], torch.int64, self.data.device)
+        sources, targets = torch.split(indices, len(source))
         for stored in self.tensors:
             stored[:, targets] = stored[:, sources]

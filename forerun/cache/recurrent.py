@@ -400,7 +400,7 @@ class RecurrentStates:
         """Return how many tokens of a segment the pass applies to the state at once."""
         count = segment.offset + len(segment.tokens)
         known = segment.known
-        if count - known > MAX_NODES:  # a long text that nobody called known is read in order
+        if count - known > MAX_NODES:  # a long text that was not marked as known is read in order
             known = count - MAX_NODES
         if known and (segment.offset or segment.parents[:known] != list(range(-1, known - 1))):
             raise StateError(

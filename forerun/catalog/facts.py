@@ -56,7 +56,7 @@ class Facts:
             if self.raw.get("own_module"):
                 return Kind("mtp", "gguf", OWN_MTP, "mtp")
             if "speculators_model_type" in self.raw:  # a head, in the layout of speculators
-                return replace(recognise(Look(self.raw, self.shapes)), dialect="gguf")
+                return replace(recognise(Look(self.raw, self.shapes)), format="gguf")
             return Kind("lm", "gguf", "language model", "model")
         return recognise(Look(self.raw, self.shapes, bool(self.vocabulary)))
 
@@ -87,7 +87,7 @@ class Facts:
         return {
             "name": self.name,
             "family": self.kind.family,
-            "dialect": self.kind.dialect,
+            "dialect": self.kind.format,
             "bytes": self.bytes,
             "parameters": self.parameters,
             "domains": list(self.domains),

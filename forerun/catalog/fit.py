@@ -109,7 +109,7 @@ def _refuse_mtp(facts: Facts) -> str:
     if facts.kind.family == ASSISTANT:
         read_assistant(facts.raw)
         return _missing(facts, "pre_projection.weight")
-    if facts.kind.dialect == "native":
+    if facts.kind.format == "native":
         return refuse_own_module(facts.raw, facts.shapes or None)
     num_layers = facts.raw.get("num_nextn_predict_layers", 1)
     if num_layers != 1:
@@ -118,7 +118,7 @@ def _refuse_mtp(facts: Facts) -> str:
 
 
 def _refuse_medusa(facts: Facts) -> str:
-    if facts.kind.dialect != "vllm":
+    if facts.kind.format != "vllm":
         return _missing(facts, "0.0.linear.weight")
     read_medusa(facts.raw)
     missing = _missing(facts, "blocks.0.layers.0.weight", "lm_heads.0.weight")

@@ -160,7 +160,7 @@ def _with_measurements(
     measured = [m for m in measured if target is None or same_model(m.target, target)]
     measured += training_measurements(facts)
     measured.sort(key=lambda m: (-(m.times_plain or 0), -m.accepted_length))
-    if facts.kind.dialect == "native" and origin != "checkpoint":
+    if facts.kind.format == "native" and origin != "checkpoint":
         # its module drafts for the model itself alone, and for another target the whole model does
         return LocalDrafter(facts, origin, f"model:{facts.name}", "", tuple(measured))
     return LocalDrafter(facts, origin, draft_argument(facts), refusal(facts), tuple(measured))
@@ -168,17 +168,17 @@ def _with_measurements(
 
 def _is_head(kind: Kind) -> bool:
     """Return True for a directory or file that is not a model of its own."""
-    return kind.family != "lm" and kind.dialect != "native"
+    return kind.family != "lm" and kind.format != "native"
 
 
 def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, str]]:
     """Yield directories whose configuration may be that of a head, and GGUF files that are named
     as heads, each once."""
-    places = [(str(path), path, "bundled") for path in sorted(BUNDLED.glob("*"))]
-    places += [(name, path, "hub") for name, path in cached_repositories()]
-    places += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
+    candidates = [(str(path), path, "bundled") for path in sorted(BUNDLED.glob("*"))]
+    candidates += [(name, path, "hub") for name, path in cached_repositories()]
+    candidates += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
     seen = set()
-    for name, path, origin in places:
+    for name, path, origin in candidates:
         if path.resolve() in seen:
             continue
         seen.add(path.resolve())
@@ -196,8 +196,8 @@ def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, s
 def _below(folder: Path) -> Iterator[Path]:
     """Yield directories with a config.json, and GGUF files that llama.cpp's naming rule says are
     heads; hidden directories and links to folders are left out."""
-    for count, (place, names, files) in enumerate(os.walk(folder)):
-        directory = Path(place)
+    for count, (path, names, files) in enumerate(os.walk(folder)):
+        directory = Path(path)
         is_deep = len(directory.relative_to(folder).parts) >= MAX_DEPTH or count > MAX_FOLDERS
         kept = (n for n in names if not n.startswith(".") and n not in SKIPPED_FOLDERS)
         names[:] = [] if is_deep else sorted(kept)
@@ -232,12 +232,12 @@ def training_measurements(facts: Facts) -> list[Measurement]:
     entries = report.get("measured")
     best: dict[str, Measurement] = {}
     for entry in entries if isinstance(entries, list) else []:
-        made = _training_measurement(facts, report, entry)
-        if made is None:
+        measurement = _training_measurement(facts, report, entry)
+        if measurement is None:
             continue
-        other = best.get(made.category)
-        if other is None or made.temperature <= other.temperature:
-            best[made.category] = made
+        earlier = best.get(measurement.category)
+        if earlier is None or measurement.temperature <= earlier.temperature:
+            best[measurement.category] = measurement
     return list(best.values())
 
 
@@ -309,7 +309,7 @@ class Candidate:
             "score": self.score,
             "reasons": list(self.reasons),
             "family": kind.family if kind else "",
-            "dialect": kind.dialect if kind else "",
+            "dialect": kind.format if kind else "",
             "draft": self.draft,
             "reason": self.reason,
             "domains": list(self.domains),
@@ -327,14 +327,14 @@ def search_hub(target: str, domain: str | None = None) -> tuple[list[Candidate],
     likely = [found for found in (_rate(r, target) for r in repositories) if found]
     likely.sort(key=_order)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        read = list(pool.map(lambda one: _read(one, target), likely[:MAX_READ]))
-    found = [one for one in [*read, *likely[MAX_READ:]] if one is not None]
-    found = [one for one in found if domain is None or domain.lower() in one.domains]
+        read = list(pool.map(lambda candidate: _read(candidate, target), likely[:MAX_READ]))
+    found = [c for c in [*read, *likely[MAX_READ:]] if c is not None]
+    found = [c for c in found if domain is None or domain.lower() in c.domains]
     return sorted(found, key=_order), notes
 
 
-def _order(one: Candidate) -> tuple[int, bool, int, str]:
-    return -one.score, not one.draft, -one.repository.downloads, one.repository.name
+def _order(c: Candidate) -> tuple[int, bool, int, str]:
+    return -c.score, not c.draft, -c.repository.downloads, c.repository.name
 
 
 def _query(target: str, domain: str | None) -> tuple[list[hub.Repository], list[str]]:
@@ -428,13 +428,13 @@ def _name_score(name: str, target: str) -> int:
     return SCORE_NAME // 2 if has_others else SCORE_NAME
 
 
-def _read(one: Candidate, target: str) -> Candidate | None:
+def _read(candidate: Candidate, target: str) -> Candidate | None:
     """Return a candidate with its configuration; None if that names another target."""
-    repository = one.repository
+    repository = candidate.repository
     try:
         raw = hub.read_object(repository.name, "config.json", repository.commit)
     except LoadError:
-        return one if one.reasons else None
+        return candidate if candidate.reasons else None
     tokenizer = next((name for name in TOKENIZERS if name in repository.files), "")
     card = repository.card
     facts = Facts(
@@ -442,11 +442,11 @@ def _read(one: Candidate, target: str) -> Candidate | None:
     )
     verifier = replace(facts, card={}).made_for
     if same_model(verifier, target):
-        reasons = ("its configuration names the target as its verifier", *one.reasons)
-        return Candidate(repository, one.score + SCORE_VERIFIER, reasons, facts)
-    if verifier and facts.kind.dialect == "speculators":
+        reasons = ("its configuration names the target as its verifier", *candidate.reasons)
+        return Candidate(repository, candidate.score + SCORE_VERIFIER, reasons, facts)
+    if verifier and facts.kind.format == "speculators":
         return None
     says_draft = any(word in repository.name.lower() for word in ("draft", "pard"))
-    if not one.reasons or (facts.kind.family == "lm" and not says_draft):
+    if not candidate.reasons or (facts.kind.family == "lm" and not says_draft):
         return None
-    return replace(one, facts=facts)
+    return replace(candidate, facts=facts)

@@ -183,7 +183,7 @@ def _method(quantization: Any) -> str:
 
 def _directory_refusal(path: Path, raw: dict[str, Any], tensors: Collection[str]) -> str:
     kind = recognise(Look(raw, tensors, tokenizer=True))
-    if kind.draft != "model" and kind.dialect != "native":
+    if kind.draft != "model" and kind.format != "native":
         return DRAFTER if kind.draft else f"is no model but a drafter for one, and {kind.why}"
     if not is_known_family(raw):
         return f"family {raw.get('model_type') or 'without a name'} is not supported"

@@ -255,7 +255,7 @@ def _metadata(facts: Facts, base: str, license_: str, domains: Sequence[str]) ->
     old_tags = facts.card.get("tags")
     tags = [t for t in old_tags if isinstance(t, str)] if isinstance(old_tags, list) else []
     tags += ["speculative-decoding", "draft-model", "forerun", facts.kind.family]
-    tags += ["speculators"] if facts.kind.dialect == "speculators" else []
+    tags += ["speculators"] if facts.kind.format == "speculators" else []
     tags += [f"domain:{domain}" for domain in all_domains]
     measured = []
     for m in training_measurements(facts):

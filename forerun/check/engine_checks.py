@@ -209,12 +209,12 @@ class EngineChecks:
         half = len(prompt) // 2
         prefix, nodes = prompt[:half], prompt[half : half + len(TREE)]
         tree = Draft(list(nodes), TREE, [], [])
-        together = self.tree_logits(prefix, nodes, TREE)
+        tree_logits = self.tree_logits(prefix, nodes, TREE)
         for node in range(len(TREE)):
             path = [nodes[i] for i in tree.path_to(node)]
             last = self.logits([*prefix, *path], step=1)[-1:]
             differences.append(
-                _difference(f"node {node} of a tree", together[node : node + 1], last)
+                _difference(f"node {node} of a tree", tree_logits[node : node + 1], last)
             )
         size, where = max(differences, key=lambda difference: difference[0])
         self.logit_noise = size
@@ -440,11 +440,11 @@ def _events(p: np.ndarray, q: np.ndarray | None) -> list[np.ndarray]:
     return [ids == p.argmax(), q > p, ids == q.argmax()]
 
 
-def _difference(where: str, together: Tensor, single: Tensor) -> tuple[float, str]:
+def _difference(where: str, several: Tensor, single: Tensor) -> tuple[float, str]:
     """Return the largest difference of two logits and its place; infinity for NaN. [M, V] x 2"""
-    if torch.equal(together, single):
+    if torch.equal(several, single):
         return 0.0, ""
-    one, other = together.double(), single.double()
+    one, other = several.double(), single.double()
     gaps = (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one == other, 0.0)
     row, token = divmod(int(gaps.argmax()), gaps.shape[1])
     return float(gaps[row, token]), f"logit of token {token} after position {row}, {where}"

@@ -14,7 +14,7 @@ import typer
 from forerun.cli.conversation import Commands, Conversation, Parameters, is_command, message
 from forerun.cli.flags import ENGINE, SAMPLING, with_flags
 from forerun.cli.models import print_notes
-from forerun.cli.terminal import as_dict, load, say, show, summary
+from forerun.cli.terminal import as_dict, load, print_summary, show, summary
 from forerun.errors import ForerunError, LoadError
 from forerun.models.hub import find_model
 from forerun.utils import BYTE_ORDER_MARK, json_line
@@ -140,13 +140,14 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
     if as_json:
         print(json_line(as_dict(completion), ascii_only=True), flush=True)
     elif commands.stats:
-        say(summary(completion, talk.room, commands.clock.plain))
+        print_summary(summary(completion, talk.room, commands.clock.plain))
 
 
 def _wanted(commands: Commands) -> int:
     """Return the number of tokens to keep free for an answer, at most half of the context."""
-    most, asked = commands.parameters.params.length_limit, commands.parameters.asked("max_tokens")
-    return min(most if asked else min(most, LEAST), commands.conversation.room // 2)
+    parameters, most = commands.parameters, commands.parameters.params.length_limit
+    limit = most if parameters.is_given("max_tokens") else min(most, LEAST)
+    return min(limit, commands.conversation.room // 2)
 
 
 @contextmanager

@@ -59,12 +59,12 @@ def _joined(words: list[str], at: int) -> tuple[list[str], int]:
     Returns the joined words and the index of the one that contains the word at index `at`.
     """
     joined: list[str] = []
-    place = len(words)
+    index = len(words)
     for i, word in enumerate(words):
         if len(joined) > 1 and ":" in (word, words[i - 1]):
             joined[-1] += word
         else:
             joined.append(word)
         if i == at:
-            place = len(joined) - 1
-    return joined, min(place, len(joined))
+            index = len(joined) - 1
+    return joined, min(index, len(joined))

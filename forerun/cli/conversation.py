@@ -51,7 +51,7 @@ class Parameters:
             "command line": given,
             "/set": {},
         }
-        self.params = self._made(self._layers)
+        self.params = self._merged(self._layers)
 
     def set(self, name: str, value: str) -> None:
         """Change one parameter, given by its command-line name.
@@ -69,14 +69,14 @@ class Parameters:
             )
         layers = self._layers | {"/set": chosen}
         try:
-            self.params = self._made(layers)
+            self.params = self._merged(layers)
         except RequestError as error:
             raise RequestError(
                 in_flags(str(error), {f.name: name for name, f in FIELDS.items()})
             ) from None
         self._layers = layers
 
-    def asked(self, name: str) -> bool:
+    def is_given(self, name: str) -> bool:
         """Return True if the user gave this parameter."""
         return self.origin(name) in ("/set", "command line")
 
@@ -93,7 +93,7 @@ class Parameters:
             for name, f in FIELDS.items()
         ]
 
-    def _made(self, layers: Mapping[str, Mapping[str, Any]]) -> SamplingParams:
+    def _merged(self, layers: Mapping[str, Mapping[str, Any]]) -> SamplingParams:
         options = {name: value for layer in layers.values() for name, value in layer.items()}
         if self._stop:
             options["stop"] = [*options.get("stop", []), *self._stop]
@@ -170,15 +170,15 @@ class Conversation:
     @system.setter
     def system(self, text: str | None) -> None:
         head = [{"role": "system", "content": text}] if text else []
-        self.messages = [*head, *self.said]
+        self.messages = [*head, *self.turns]
 
     @property
-    def said(self) -> list[Message]:
+    def turns(self) -> list[Message]:
         """The messages without the system message."""
         return self.messages[self.system is not None :]
 
     @property
-    def whole(self) -> list[Message]:
+    def all_messages(self) -> list[Message]:
         """All messages, including those dropped from the context."""
         first = int(self.system is not None)
         return [*self.messages[:first], *self.forgotten, *self.messages[first:]]
@@ -230,12 +230,12 @@ class Conversation:
     def add(self, messages: list[Message], answer: str) -> None:
         """Store the messages that `ask` returned and the answer."""
         dropped = len(self.messages) + 1 - len(messages)
-        self.forgotten += self.said[:dropped]
+        self.forgotten += self.turns[:dropped]
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def save(self, file: str) -> None:
         """Write all messages as one line of JSON, atomically. Raises ForerunError."""
-        text = json_line({"messages": self.whole}) + "\n"
+        text = json_line({"messages": self.all_messages}) + "\n"
         write_atomic(Path(file).expanduser(), text)
 
     def load(self, file: str) -> None:
@@ -341,7 +341,7 @@ class Commands:
                 ("model", config.model or DEFAULT),
                 ("precision", talk.llm.decoder.precision),
                 ("draft", f"{config.draft}, depth {config.depth}, rule {config.rule}"),
-                ("context", f"{talk.used} of {talk.room} tokens used, {len(talk.said)} messages"),
+                ("context", f"{talk.used} of {talk.room} tokens used, {len(talk.turns)} messages"),
                 *(
                     [("forgotten", f"{len(talk.forgotten)} messages; /save writes them too")]
                     if talk.forgotten
@@ -373,7 +373,7 @@ class Commands:
 
     def _save(self, rest: str) -> str:
         self.conversation.save(_file("/save", rest))
-        return f"{len(self.conversation.whole)} messages written to {rest}"
+        return f"{len(self.conversation.all_messages)} messages written to {rest}"
 
     def _load(self, rest: str) -> str:
         self.conversation.load(_file("/load", rest))

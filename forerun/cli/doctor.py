@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import first_line
-from forerun.hardware import cores, processor, told
+from forerun.hardware import cores, proc_field, processor
 
 # Instruction sets of the native kernels, best first.
 SETS = ("avx512", "avx512vnni", "avxvnni", "avx2", "portable")
@@ -101,7 +101,7 @@ def _torch() -> DoctorFinding:
 def _processor() -> DoctorFinding:
     model = processor()
     known = {"amx_tile", "amx_bf16", "amx_int8", *NEEDED["avx512"], *NEEDED["avxvnni"]}
-    flags = sorted(known & set(told("cpuinfo", "flags").split()))
+    flags = sorted(known & set(proc_field("cpuinfo", "flags").split()))
     count, all_cores = cores(), os.cpu_count() or 1
     allowed = f"{count} cores" if count == all_cores else f"{count} of {all_cores} cores"
     value = {"model": model, "cores": count, "cores_of_the_machine": all_cores, "flags": flags}
@@ -126,7 +126,7 @@ def _kernels() -> DoctorFinding:
         with suppress(ValueError):
             possible.append(native.start(instructions=name))
     active = native.start()
-    flags = set(told("cpuinfo", "flags").split())
+    flags = set(proc_field("cpuinfo", "flags").split())
     lacking = " ".join(flag for flag in NEEDED.get(SETS[0], ()) if flag not in flags)
     text, advice = f"{active}, of {', '.join(possible)}", ""
     if active != SETS[0]:

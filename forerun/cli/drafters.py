@@ -85,30 +85,30 @@ def list_(
             raise ConfigError(f"there is no directory {folder}: give another to --in")
     found, notes = find_local(target, inside or [Path()], domain)
     if as_json:
-        drafters = [one.as_dict() for one in found]
+        drafters = [drafter.as_dict() for drafter in found]
         print_json({"target": target, "drafters": drafters, "notes": notes})
         return
     print_notes(notes)
     if not found:
-        said = f" for {target}" if target else ""
+        suffix = f" for {target}" if target else ""
         print(
-            f"no drafters here{said}: forerun drafters search MODEL asks the Hub", file=sys.stderr
+            f"no drafters here{suffix}: forerun drafters search MODEL asks the Hub", file=sys.stderr
         )
         return
-    print_rows([_row(one) for one in found], FOLDED)
-    if sys.stdout.isatty() and any(one.draft for one in found):
+    print_rows([_row(drafter) for drafter in found], FOLDED)
+    if sys.stdout.isatty() and any(drafter.draft for drafter in found):
         print("the first column is for --draft")
 
 
-def _row(one: LocalDrafter) -> dict[str, str]:
-    facts = one.facts
+def _row(drafter: LocalDrafter) -> dict[str, str]:
+    facts = drafter.facts
     return {
-        "drafter": one.draft or facts.name,
+        "drafter": drafter.draft or facts.name,
         "kind": facts.kind.name,
         "size": size_of(facts.bytes),
         "for": facts.made_for or ("any of its vocabulary" if facts.kind.draft == "model" else ""),
-        "measured": ", ".join(one.figures()) or "nothing yet",
-        "drafts here": "yes" if one.draft else f"no: {one.reason}",
+        "measured": ", ".join(drafter.figures()) or "nothing yet",
+        "drafts here": "yes" if drafter.draft else f"no: {drafter.reason}",
     }
 
 
@@ -137,7 +137,8 @@ def search(
         tell(f"asking the Hub for drafters for {target}")
         found, notes = search_hub(target, domain)
     if as_json:
-        print_json({"target": target, "found": [one.as_dict() for one in found], "notes": notes})
+        candidates = [candidate.as_dict() for candidate in found]
+        print_json({"target": target, "found": candidates, "notes": notes})
         return
     print_notes(notes)
     if not found:
@@ -146,16 +147,16 @@ def search(
             file=sys.stderr,
         )
         return
-    print_rows([_found_row(one) for one in found], FOLDED)
+    print_rows([_found_row(candidate) for candidate in found], FOLDED)
 
 
-def _found_row(one: Candidate) -> dict[str, str]:
+def _found_row(candidate: Candidate) -> dict[str, str]:
     return {
-        "drafter": one.draft or one.repository.name,
-        "kind": one.facts.kind.name if one.facts else "",
-        "downloads": str(one.repository.downloads),
-        "found because": "; ".join(one.reasons),
-        "drafts here": "yes" if one.draft else f"no: {one.reason}",
+        "drafter": candidate.draft or candidate.repository.name,
+        "kind": candidate.facts.kind.name if candidate.facts else "",
+        "downloads": str(candidate.repository.downloads),
+        "found because": "; ".join(candidate.reasons),
+        "drafts here": "yes" if candidate.draft else f"no: {candidate.reason}",
     }
 
 
@@ -269,7 +270,9 @@ def push(
     print_notes(prepared.notes)
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody is there to be asked whether to upload this: give --yes")
+            raise ConfigError(
+                "the upload cannot be confirmed, since stdin is no terminal: give --yes"
+            )
         typer.confirm(
             f"upload to {repository}, {'for everybody' if public else 'private'}?",
             abort=True,
@@ -326,7 +329,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     kind, count = facts.kind, count_of(facts.parameters)
     lines = [
         ("drafter", facts.name),
-        ("kind", f"{kind.title}{f', {kind.dialect} layout' if kind.dialect else ''}"),
+        ("kind", f"{kind.title}{f', {kind.format} layout' if kind.format else ''}"),
         ("size", f"{size_of(facts.bytes)}{f', {count} parameters' if count else ''}"),
         ("made for", facts.made_for or "it does not say"),
     ]

@@ -314,11 +314,11 @@ def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., 
             verb(**taken, **given)
 
         run.__name__, run.__doc__ = verb.__name__, verb.__doc__
-        made = [p for parameters in flags.values() for p in parameters]
+        options = [p for parameters in flags.values() for p in parameters]
         rare = {group.rare_panel for group in groups} - {None}
         # Arguments come before options, and options that are seldom needed come last.
-        made.sort(key=lambda p: (p is not MODEL, _panel(p) in rare))
-        ordered = inspect.Signature(sorted([*made, *own], key=lambda p: p.kind))
+        options.sort(key=lambda p: (p is not MODEL, _panel(p) in rare))
+        ordered = inspect.Signature(sorted([*options, *own], key=lambda p: p.kind))
         run.__signature__ = ordered  # type: ignore[attr-defined]
         return run
 

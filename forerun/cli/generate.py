@@ -17,7 +17,7 @@ from forerun.cli.flags import (
     with_model,
 )
 from forerun.cli.models import print_notes
-from forerun.cli.terminal import Clock, as_dict, load, sampling_params, say, show, summary
+from forerun.cli.terminal import Clock, as_dict, load, print_summary, sampling_params, show, summary
 from forerun.errors import LoadError, RequestError
 from forerun.models.hub import find_model
 from forerun.models.local import is_model_name
@@ -94,7 +94,7 @@ def generate(
     if params.n == 1 and not as_json:
         completion = show(llm.stream(tokens, params), clock)
         if stats:
-            say(summary(completion, llm.room, clock.plain))
+            print_summary(summary(completion, llm.room, clock.plain))
         return
     for completion in llm.generate(tokens, params):
         used = {"sampling": {name: getattr(params, name) for name in DEFAULT}}
@@ -102,7 +102,7 @@ def generate(
             json_line(as_dict(completion) | used, ascii_only=True) if as_json else completion.text
         )
         if stats and not as_json:
-            say(summary(completion, llm.room, None))
+            print_summary(summary(completion, llm.room, None))
 
 
 def _model_and_prompt(
@@ -157,8 +157,8 @@ def _text(given: str | None) -> str:
 def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
     """Return the prompt: a chat of one turn if the model has a chat template, else the text."""
     if llm.tokenizer is not None and llm.tokenizer.has_chat_template and not raw:
-        said = [{"role": "system", "content": system}] if system else []
-        return [*said, {"role": "user", "content": text}]
+        messages = [{"role": "system", "content": system}] if system else []
+        return [*messages, {"role": "user", "content": text}]
     if system is not None:
         raise RequestError(
             "--system needs a chat model, and this one has no chat template: put it into the prompt"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from forerun.models.tokenizer import Tokenizer
 
 
-NAMED = 5  # maximum number of unreadable files listed by name
-TOGETHER = 1 << 20  # characters tokenized in one batch
+MAX_NAMED = 5  # maximum number of unreadable files listed by name
+BATCH_CHARACTERS = 1 << 20  # characters tokenized in one batch
 
 
 @dataclass(slots=True)
@@ -71,19 +71,21 @@ def index(
         tokenizer = load_tokenizer(directory)
         if tokenizer is None:
             raise RequestError(f"{directory} has no tokenizer: name a model that has one")
-        made = build(paths, out, tokenizer, load_config(directory).vocab, tell)
+        counts = build(paths, out, tokenizer, load_config(directory).vocab, tell)
     if as_json:
-        print_json({"index": str(out), **asdict(made)})
+        print_json({"index": str(out), **asdict(counts)})
         return
     print(
-        f"{out}: {made.files} files with {made.tokens:,} tokens in {made.seconds:.0f} s,"
-        f" {made.unchanged} unchanged, {made.unreadable} unreadable; {made.total:,} tokens in all",
+        f"{out}: {counts.files} files with {counts.tokens:,} tokens in {counts.seconds:.0f} s,"
+        f" {counts.unchanged} unchanged, {counts.unreadable} unreadable;"
+        f" {counts.total:,} tokens in all",
         file=sys.stderr,
     )
-    if made.unreadable:
-        more = f" and {made.unreadable - NAMED} more" if made.unreadable > NAMED else ""
+    if counts.unreadable:
+        more = f" and {counts.unreadable - MAX_NAMED} more" if counts.unreadable > MAX_NAMED else ""
         print(
-            f"not UTF-8 text, or empty: {', '.join(made.unreadable_files)}{more}", file=sys.stderr
+            f"not UTF-8 text, or empty: {', '.join(counts.unreadable_files)}{more}",
+            file=sys.stderr,
         )
     print(
         f"next: forerun generate ... {f'--model {model} ' if model else ''}--draft retrieval:{out}"
@@ -99,43 +101,43 @@ def build(
         ForerunError: the index cannot be written; it is then unchanged.
     """
     from forerun.draft.corpus import LIST, Index, adding, is_left_over
-    from forerun.hardware import give_back
+    from forerun.hardware import trim_heap
 
-    begun, made = time.monotonic(), Indexed()
+    began, counts = time.monotonic(), Indexed()
     known: set[IndexedFile] = set()
     if (out / LIST).exists():
         before = Index(out)
         before.check(tokenizer, vocab)
-        known, made.total = before.files, before.count
+        known, counts.total = before.files, before.count
     elif out.exists() and not (out.is_dir() and is_left_over(out)):
         raise RequestError(f"{out} is there and is no index: give --out another name")
     found = list(_files(paths))
     files = [file for file in found if file not in known]
-    made.unchanged = len(found) - len(files)
+    counts.unchanged = len(found) - len(files)
     size, done = sum(file.size for file in files), 0
     try:
         with adding(out, tokenizer, vocab) as writer:
-            for some in _together(files, made):
-                for file, texts in _tokenized(some, tokenizer, vocab):
+            for batch in _batches(files, counts):
+                for file, texts in _tokenized(batch, tokenizer, vocab):
                     writer.add(file, texts)
-                done += sum(file.size for file, _ in some)
-                rate = writer.count / (time.monotonic() - begun)
+                done += sum(file.size for file, _ in batch)
+                rate = writer.count / (time.monotonic() - began)
                 tell(
                     f"tokenizing, {done / 1e6:.0f} of {size / 1e6:.0f} MB, {rate:,.0f} tokens/s",
                     done,
                     size,
                 )
-            made.files, made.tokens = len(writer.files), writer.count
-            made.total += writer.count
-            give_back()
+            counts.files, counts.tokens = len(writer.files), writer.count
+            counts.total += writer.count
+            trim_heap()
             if writer.count:
                 tell(f"sorting {writer.count:,} tokens")
     except OSError as error:
         raise ForerunError(
             f"{out} cannot be written ({error.strerror}): what was there before is as it was"
         ) from None
-    made.seconds = time.monotonic() - begun
-    return made
+    counts.seconds = time.monotonic() - began
+    return counts
 
 
 def _files(paths: Sequence[Path]) -> Iterator[IndexedFile]:
@@ -152,37 +154,37 @@ def _files(paths: Sequence[Path]) -> Iterator[IndexedFile]:
             if path.is_dir()
             else [path]
         )
-        for one in found:
-            place = one.resolve()
+        for candidate in found:
+            resolved = candidate.resolve()
             hidden = path.is_dir() and any(
-                part.startswith(".") for part in one.relative_to(path).parts
+                part.startswith(".") for part in candidate.relative_to(path).parts
             )
-            if place not in seen and place.is_file() and not hidden:
-                seen.add(place)
-                status = place.stat()
-                yield IndexedFile(str(place), status.st_size, status.st_mtime_ns)
+            if resolved not in seen and resolved.is_file() and not hidden:
+                seen.add(resolved)
+                status = resolved.stat()
+                yield IndexedFile(str(resolved), status.st_size, status.st_mtime_ns)
 
 
-def _together(
-    files: Sequence[IndexedFile], made: Indexed
+def _batches(
+    files: Sequence[IndexedFile], counts: Indexed
 ) -> Iterator[list[tuple[IndexedFile, list[str]]]]:
     """Yield batches of files with their texts, sized for tokenizing."""
-    some: list[tuple[IndexedFile, list[str]]] = []
+    batch: list[tuple[IndexedFile, list[str]]] = []
     size = 0
     for file in files:
         texts = _texts(file)
         if not texts:
-            made.unreadable += 1
-            if made.unreadable <= NAMED:
-                made.unreadable_files.append(file.path)
+            counts.unreadable += 1
+            if counts.unreadable <= MAX_NAMED:
+                counts.unreadable_files.append(file.path)
         else:
-            some.append((file, texts))
+            batch.append((file, texts))
             size += sum(map(len, texts))
-        if size > TOGETHER:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+        if size > BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _texts(file: IndexedFile) -> list[str]:
@@ -207,9 +209,9 @@ def _texts(file: IndexedFile) -> list[str]:
 
 
 def _tokenized(
-    some: Sequence[tuple[IndexedFile, list[str]]], tokenizer: Tokenizer, vocab: int
+    batch: Sequence[tuple[IndexedFile, list[str]]], tokenizer: Tokenizer, vocab: int
 ) -> Iterator[tuple[IndexedFile, list[list[int]]]]:
     """Yield each file with the token ids of its texts, without ids beyond the vocabulary."""
-    ids = iter(tokenizer.encode_all([text for _, texts in some for text in texts]))
-    for file, texts in some:
+    ids = iter(tokenizer.encode_all([text for _, texts in batch for text in texts]))
+    for file, texts in batch:
         yield file, [[token for token in next(ids) if token < vocab] for _ in texts]

@@ -143,28 +143,28 @@ def main() -> None:
         with words_of_bash():
             code = command_line()(standalone_mode=False)
         if code == 130:  # typer's exit code for Ctrl-C
-            code = _say("interrupted", 130)
+            code = _report("interrupted", 130)
     except Interrupted as error:
-        code = _say(str(error), 130)
+        code = _report(str(error), 130)
     except ForerunError as error:
-        code = _say(
+        code = _report(
             in_flags(str(error), _options(sys.argv[1:])), 1 if type(error) is ForerunError else 2
         )
     except USAGE_ERROR as error:
         command = error.ctx.command_path if error.ctx else "forerun"  # type: ignore[attr-defined]
         reason = error.format_message()  # type: ignore[attr-defined]
-        code = _say(f"{reason} (see {command} --help)", 2)
+        code = _report(f"{reason} (see {command} --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
-        code = _say("interrupted", 130)
+        code = _report("interrupted", 130)
     except BrokenPipeError:  # its reader is gone, as in `forerun generate ... | head -1`
         code = 1
     except OSError as error:
-        code = _say(f"the output cannot be written: {error}", 1)
+        code = _report(f"the output cannot be written: {error}", 1)
     except ImportError as error:
         package = _package_of(error)
         if package == "forerun":
             raise
-        code = _say(f"the package {package} cannot be imported: {error}: reinstall it", 1)
+        code = _report(f"the package {package} cannot be imported: {error}: reinstall it", 1)
     _close()
     sys.exit(code)
 
@@ -202,7 +202,7 @@ def _options(words: list[str]) -> dict[str, str]:
     }
 
 
-def _say(message: str, code: int) -> int:
+def _report(message: str, code: int) -> int:
     with suppress(BrokenPipeError):
         print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
     return code

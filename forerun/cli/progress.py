@@ -99,11 +99,11 @@ class Bar(Tell):
             speed_estimate_period=WHOLE_RUN,
         )
         self._shown.add_task("", total=None)
-        self._stderr, sys.stderr = sys.stderr, _giving_way(self._console, sys.stderr, self.end)
+        self._stderr, sys.stderr = sys.stderr, _stderr_proxy(self._console, sys.stderr, self.end)
         self._shown.start()
 
 
-def _giving_way(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
+def _stderr_proxy(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
     """Return a replacement for stderr while a bar is shown: lines appear above the bar.
 
     The bar ends at the first carriage return, since another progress bar, such as that of a
@@ -111,33 +111,33 @@ def _giving_way(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
     """
     from rich.file_proxy import FileProxy
 
-    class GivingWay(FileProxy):
+    class EndingProxy(FileProxy):
         """Proxy that ends the bar at the first carriage return."""
 
-        given = False
+        has_ended = False
 
         def write(self, text: str) -> int:
-            if "\r" in text and not self.given:
-                self.given = True
+            if "\r" in text and not self.has_ended:
+                self.has_ended = True
                 end()
-            return int(stderr.write(text)) if self.given else super().write(text)
+            return int(stderr.write(text)) if self.has_ended else super().write(text)
 
         def flush(self) -> None:
-            if self.given:
+            if self.has_ended:
                 stderr.flush()
             else:
                 super().flush()
 
-    return GivingWay(console, stderr)
+    return EndingProxy(console, stderr)
 
 
 @dataclass
 class Part(Tell):
-    """Progress of one of several equal parts of a whole: of number `index`, from 0.
+    """Progress of part `index`, from 0, of several equal parts; it is reported to `parent`.
 
     `label` is put before each activity."""
 
-    whole: Tell
+    parent: Tell
     index: int
     parts: int
     label: str = ""
@@ -146,10 +146,10 @@ class Part(Tell):
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
         if done is not None and total:
             self.share = done / total
-        self.whole(self.label + what, self.index + self.share, self.parts)
+        self.parent(self.label + what, self.index + self.share, self.parts)
 
     def note(self, what: str) -> None:
-        self.whole.note(what)
+        self.parent.note(what)
 
 
 @contextmanager

@@ -215,8 +215,8 @@ class WrappedLines:
 def _joined(parts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Merge adjacent parts with the same style."""
     return [
-        ("".join(text for text, _ in some), style)
-        for style, some in groupby(parts, key=lambda part: part[1])
+        ("".join(text for text, _ in group), style)
+        for style, group in groupby(parts, key=lambda part: part[1])
     ]
 
 
@@ -275,7 +275,7 @@ def summary(completion: Completion, room: int, plain: float | None) -> list[str]
     ]
 
 
-def say(parts: list[str]) -> None:
+def print_summary(parts: list[str]) -> None:
     """Print one line on stderr; on a terminal it is dim, and parts that do not fit are omitted."""
     if not sys.stderr.isatty():
         print(" · ".join(parts), file=sys.stderr)

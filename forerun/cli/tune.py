@@ -13,7 +13,7 @@ from forerun.cli.flags import ENGINE, Json, with_flags
 from forerun.cli.progress import progress
 from forerun.draft_spec import read_draft
 from forerun.errors import ConfigError
-from forerun.measure.tables import print_columns, print_json, times_and_interval, whole
+from forerun.measure.tables import parse_integer, print_columns, print_json, times_and_interval
 from forerun.measure.workloads import choose_tasks
 
 AT_HAND = ("suffix", "suffix+recycle", "ngram")  # drafts that need only the target model
@@ -45,7 +45,7 @@ def tune(
     them generate the same text.
     """
     wanted = DecodeOptions(**{"tokens": TOKENS} | options)
-    requests = whole(wanted.requests, "requests")
+    requests = parse_integer(wanted.requests, "requests")
     weights = config.get("quantization")
     fields = plan_fields(wanted, config, sampling, ",".join(AT_HAND), DEPTHS)
     if out is not None and (

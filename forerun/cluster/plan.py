@@ -151,7 +151,7 @@ def summary(plan: Plan) -> str:
         count = (
             f"{replicas.min} to {replicas.max} replicas of {engine.model or 'the default model'}"
         )
-        each = f"each with {engine.threads} threads, {cache}, draft {engine.draft}"
-        lines.append(f"{model.name}: {count}, {each}")
+        engine_line = f"each with {engine.threads} threads, {cache}, draft {engine.draft}"
+        lines.append(f"{model.name}: {count}, {engine_line}")
     ray = f"the Ray cluster at {plan.address}" if plan.address else "a Ray cluster of its own"
     return "\n".join([*lines, f"on {plan.settings.host}:{plan.settings.port}, on {ray}"])

@@ -26,7 +26,7 @@ def affinity_key(body: Mapping[str, Any], tenant: str) -> str:
     """
     prompt = body.get("messages") or body.get("input") or body.get("prompt")
     if isinstance(prompt, list):
-        users = (each for each in prompt if isinstance(each, dict) and each.get("role") == "user")
+        users = (m for m in prompt if isinstance(m, dict) and m.get("role") == "user")
         prompt = next(users, prompt)
     text = json.dumps(_beginning(body.get("prompt_cache_key") or prompt))
     return blake2b(f"{tenant}\n{text}".encode(), digest_size=16).hexdigest()

@@ -106,7 +106,7 @@ class Replica:
 
     async def page(self, scope: Scope, key: str = "") -> tuple[str, str]:
         """Return the name of this replica and a page, empty if the application refuses it."""
-        messages = [each async for batch in self.answer(scope, b"", key) for each in batch]
+        messages = [message async for batch in self.answer(scope, b"", key) for message in batch]
         body = b"".join(message.get("body", b"") for message in messages)
         name = serve.get_replica_context().replica_id.unique_id
         return name, body.decode() if messages[0]["status"] == 200 else ""
@@ -140,7 +140,7 @@ class Ingress:
         self.draining = False
         self.jobs: set[object] = set()
         self._missing = self._needed = {m.name for m in plan.models if m.replicas.min}
-        self._calls: list[Any] = []  # of `end_all`; a call that nobody holds may be dropped
+        self._calls: list[Any] = []  # of `end_all`; a call without a reference may be dropped
         self._lists: dict[tuple[str, str], list[Any]] = {}
         self._parser = limits.ThrottledThreads(1)
         pages = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
@@ -207,19 +207,19 @@ class Ingress:
 
     async def _forward(self, model: str, *request: Any) -> AsyncIterator[Message]:
         """Yield the answer of a replica, of another one if the first dies before it has begun."""
-        begun, job = False, object()
+        has_begun, job = False, object()
         self.jobs.add(job)
         try:
             for _ in range(RETRIES + 1):
                 stream = self.handles[model].options(stream=True).answer.remote(*request)
                 try:
                     async for messages in stream:
-                        begun = True
+                        has_begun = True
                         for message in messages:
                             yield message
                     return
                 except (RayActorError, TaskCancelledError, RayServeException):
-                    if begun:
+                    if has_begun:
                         break
                 finally:
                     stream.cancel()
@@ -247,7 +247,7 @@ class Ingress:
             call = handle.broadcast("page", scope)
             with suppress(RayServeException, TimeoutError):  # there is no replica
                 answers = await call.results_async(timeout_s=PAGE_SECONDS, return_exceptions=True)
-                pages |= {(model, each[0]): each[1] for each in answers if isinstance(each, tuple)}
+                pages |= {(model, page[0]): page[1] for page in answers if isinstance(page, tuple)}
         return {name: page for name, page in pages.items() if page}
 
     async def _health(self, request: Request) -> Response:
@@ -392,6 +392,7 @@ def _reason(error: Exception) -> str:
     """Return the last of forerun's own errors that Ray Serve reports, or the given one."""
     known = serve.status().applications if ray.is_initialized() else {}
     own = [status for name, status in known.items() if name.startswith(APPLICATION)]
-    messages = "\n".join(each.message for status in own for each in status.deployments.values())
+    deployments = [deployment for status in own for deployment in status.deployments.values()]
+    messages = "\n".join(deployment.message for deployment in deployments)
     found = re.findall(r"forerun\.errors\.\w+: (.*)", messages)
     return one_line(found[-1] if found else str(error))

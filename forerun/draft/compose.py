@@ -99,7 +99,7 @@ class Composition(CompositeProposer):
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.inner = tuple(parts)
-        self.told = tuple(leaf for part in parts for leaf in part.parts)
+        self.members = tuple(leaf for part in parts for leaf in part.parts)
         self.name = self.sign.join(self._part_name(part) for part in parts)
         self.aux_hidden_layers = tuple(
             sorted({layer for part in parts for layer in part.aux_hidden_layers})
@@ -118,7 +118,7 @@ class Composition(CompositeProposer):
 
     @property
     def parts(self) -> Sequence[Proposer]:
-        return self.told
+        return self.members
 
     def ask(self, context: AskContext) -> Asking:
         """Yield the proposers to ask; see the function `ask`."""
@@ -144,7 +144,7 @@ class BestOf(InTurn):
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         super().__init__(parts)
-        self.rivals = tuple(leaf for leaf in self.told if not leaf.copies_text)
+        self.rivals = tuple(leaf for leaf in self.members if not leaf.copies_text)
 
     def ask(self, context: AskContext) -> Asking:
         offers = []
@@ -275,17 +275,17 @@ def merge_drafts(drafts: Sequence[Draft]) -> Draft:
             source = draft.sources[node]
             proposal = draft.proposals[node]
             prob = draft.path_probs[node - 1] if draft.path_probs else 0.0
-            place = merged_nodes.get((parent, token))
-            if place is None:
-                place = tree.add(token, parent, source, proposal)
-                merged_nodes[parent, token] = place
+            merged = merged_nodes.get((parent, token))
+            if merged is None:
+                merged = tree.add(token, parent, source, proposal)
+                merged_nodes[parent, token] = merged
                 path_probs.append(prob)
             else:
-                if source not in tree.sources[place].split("&"):
-                    tree.sources[place] += f"&{source}"
-                tree.proposals[place] = max(tree.proposals[place], proposal)
-                path_probs[place] = max(path_probs[place], prob)
-            node_in_tree[node] = place
+                if source not in tree.sources[merged].split("&"):
+                    tree.sources[merged] += f"&{source}"
+                tree.proposals[merged] = max(tree.proposals[merged], proposal)
+                path_probs[merged] = max(path_probs[merged], prob)
+            node_in_tree[node] = merged
     has_probs = all(draft.path_probs for draft in found)
     return _in_order(tree, path_probs if has_probs else None, probs)
 
@@ -297,7 +297,7 @@ def _in_order(
     siblings before deterministic ones."""
     children = tree.children()
     ordered = Draft.root(tree.tokens[0])
-    place = {0: 0}
+    new_node = {0: 0}
     heap: list[tuple[float, int, int]] = []  # (-path probability, -proposal, node)
 
     def push_children(node: int, limit: float) -> None:
@@ -308,8 +308,8 @@ def _in_order(
     push_children(0, 1.0)
     while heap:
         negative, _, node = heapq.heappop(heap)
-        parent = place[tree.parents[node]]
-        place[node] = ordered.add(
+        parent = new_node[tree.parents[node]]
+        new_node[node] = ordered.add(
             tree.tokens[node], parent, tree.sources[node], tree.proposals[node]
         )
         if path_probs:
@@ -319,11 +319,11 @@ def _in_order(
         first = next(iter(probs.values()))
         ordered.probs = np.zeros((len(ordered), len(first)), dtype=first.dtype)
         for node, distribution in probs.items():
-            ordered.probs[place[node]] = distribution
+            ordered.probs[new_node[node]] = distribution
     return ordered
 
 
-MAX_OUTCOMES = 8  # drafted for in a step, over all requests; one per request at least
+MAX_OUTCOMES = 8  # outcomes drafted for per step over all requests; at least one per request
 NUM_RANKS = 6  # candidates for the token at the end of a path
 MAX_LAG = 64  # committed tokens that the model may still have to read
 ACCEPTED_RATE = 0.7  # assumed probability that a drafted token is accepted
@@ -349,7 +349,7 @@ class OverlapProposer(CompositeProposer):
         """In a cascade its last draft model drafts on. `coupled`: rank outcomes with the target's
         noise where the rule shares it."""
         self.model = model
-        self.told = (model,)
+        self.members = (model,)
         self.name = f"{AHEAD}({model.name})"
         self.width = model.width
         self.inner = model.model if isinstance(model, Cascade) else model
@@ -357,7 +357,7 @@ class OverlapProposer(CompositeProposer):
         self.wants_logits = model.wants_logits
         self.outcomes = outcomes
         self.coupled = coupled
-        self.asked = 0
+        self.verdicts = 0
         self.hits = 0
         self._statistics = _OutcomeStatistics()
         self._lookaheads: dict[int, _Lookahead] = {}  # by slot
@@ -388,18 +388,19 @@ class OverlapProposer(CompositeProposer):
         trees = {r.slot: tree for r in requests if (tree := self._recall(r))}
         drafts = {slot: tree.finish(self.inner.vocab) for slot, tree in trees.items()}
         missed = [request for request in requests if request.slot not in trees]
-        begun = [tree for tree in trees.values() if tree.is_growing]
+        growing = [tree for tree in trees.values() if tree.is_growing]
         for request, draft in zip(missed, self.model.propose(missed), strict=True):
             drafts[request.slot] = draft
-        for tree, draft in zip(begun, self.inner.complete(begun), strict=True):
+        for tree, draft in zip(growing, self.inner.complete(growing), strict=True):
             drafts[tree.request.slot] = draft
         return [drafts[request.slot] for request in requests]
 
     def begin_overlap(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         """Draft on until `end_overlap`; this thread gets fewer native threads till then."""
-        each = max(self.outcomes // max(len(requests), 1), 1)
-        begun = [self._look_ahead(r, d, each) for r, d in zip(requests, drafts, strict=True)]
-        lookaheads = [lookahead for lookahead in begun if lookahead]
+        outcomes = max(self.outcomes // max(len(requests), 1), 1)
+        pairs = zip(requests, drafts, strict=True)
+        found = [self._look_ahead(request, draft, outcomes) for request, draft in pairs]
+        lookaheads = [lookahead for lookahead in found if lookahead]
         if lookaheads:
             self._lookaheads |= {lookahead.request.slot: lookahead for lookahead in lookaheads}
             self._stop.clear()
@@ -459,7 +460,7 @@ class OverlapProposer(CompositeProposer):
         tokens = request.tokens[len(lookahead.request.tokens) :]
         self._statistics.learn(lookahead, tokens)
         tree = lookahead.recall(tokens, request)
-        self.asked += 1
+        self.verdicts += 1
         if tree is not None:
             self.hits += 1
         return tree

@@ -380,9 +380,9 @@ def sort_suffixes_twin(tokens: np.ndarray, suffixes: np.ndarray, starts: np.ndar
     ids = tokens.tolist()
 
     def sort_key(at: int) -> tuple[list[int], int]:
-        some = [*ids[at : at + SORTED], BREAK][:SORTED]
-        return some[: some.index(BREAK) + 1] if BREAK in some else some, at
+        suffix = [*ids[at : at + SORTED], BREAK][:SORTED]
+        return suffix[: suffix.index(BREAK) + 1] if BREAK in suffix else suffix, at
 
-    places = [at for at, token in enumerate(ids) if token != BREAK]
-    suffixes[:] = sorted(places, key=sort_key)
+    positions = [at for at, token in enumerate(ids) if token != BREAK]
+    suffixes[:] = sorted(positions, key=sort_key)
     starts[:] = np.searchsorted(np.sort(tokens[tokens != BREAK]), np.arange(len(starts)))

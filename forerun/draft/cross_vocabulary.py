@@ -54,10 +54,10 @@ class ModelVocabulary:
         self.special = {
             token: tokenizer.piece(token) for token in tokenizer.special if token < vocab
         }
-        whole = tokenizer.encode("a")
-        bare = tokenizer.encode("a", special=False)
-        starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]
-        self.opening = [token for token in whole[: starts[0]] if token < vocab] if starts else []
+        text = tokenizer.encode("a")
+        plain = tokenizer.encode("a", special=False)
+        starts = [i for i in range(len(text)) if text[i : i + len(plain)] == plain]
+        self.opening = [token for token in text[: starts[0]] if token < vocab] if starts else []
         self._anchor = tokenizer.encode(ANCHOR, special=False)
 
     def encode(self, texts: Sequence[str], begins: bool = False) -> list[list[int]]:
@@ -109,34 +109,36 @@ class SharedVocabulary:
     def __init__(self, target: ModelVocabulary, drafter: ModelVocabulary) -> None:
         self.target = target
         self.drafter = drafter
-        ours, theirs = target.by_spelling(), drafter.by_spelling()
-        pairs = sorted((ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
+        target_ids, draft_ids = target.by_spelling(), drafter.by_spelling()
+        shared = target_ids.keys() & draft_ids.keys()
+        pairs = sorted((target_ids[key], draft_ids[key]) for key in shared)
         self.to_target = [-1] * len(drafter.spellings)
         self.to_draft = [-1] * len(target.spellings)
-        for own, other in pairs:
-            self.to_draft[own] = other
-            self.to_target[other] = own
-        percent = 100 * len(pairs) / max(len(theirs), 1)
+        for target_id, draft_id in pairs:
+            self.to_draft[target_id] = draft_id
+            self.to_target[draft_id] = target_id
+        count = len(draft_ids)
+        percent = 100 * len(pairs) / max(count, 1)
         self.summary = (
-            f"the draft model has another vocabulary: {len(pairs):,} of its {len(theirs):,} tokens"
+            f"the draft model has another vocabulary: {len(pairs):,} of its {count:,} tokens"
             f" ({percent:.0f} %) are the target's too"
         )
-        self._own = torch.tensor([own for own, _ in pairs], dtype=torch.int64)
-        self._other = torch.tensor([other for _, other in pairs], dtype=torch.int64)
+        self._target_ids = torch.tensor([token for token, _ in pairs], dtype=torch.int64)
+        self._draft_ids = torch.tensor([token for _, token in pairs], dtype=torch.int64)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._target_ids)
 
     def to_target_scores(self, scores: Tensor) -> Tensor:
         """Map the drafter's scores to the target's tokens, -inf where none is shared.
         [M, D] -> [M, V]"""
         found = scores.new_full((len(scores), len(self.to_draft)), -torch.inf)
-        found[:, self._own.to(scores.device)] = scores[:, self._other.to(scores.device)]
+        found[:, self._target_ids.to(scores.device)] = scores[:, self._draft_ids.to(scores.device)]
         return found
 
     def unshared_scores(self, scores: Tensor) -> Tensor:
         """Set the drafter's scores of shared tokens to -inf. [M, D] -> [M, D]"""
-        return scores.index_fill(-1, self._other.to(scores.device), -torch.inf)
+        return scores.index_fill(-1, self._draft_ids.to(scores.device), -torch.inf)
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer, vocab: int) -> bool:

@@ -136,16 +136,16 @@ class HeadChains:
         """Begin with the one state of each request that is not read (`EagleProposer.begin_rounds`
         has read the others)."""
         pending = self.proposer.pending
-        begins = [pending[each.slot].begin if each.depth else 0 for each in requests]
+        begins = [pending[request.slot].begin if request.depth else 0 for request in requests]
         begins += [0] * (self.count - len(requests))
         self.begins.copy_(upload(begins, torch.int64, self.begins.device))
         self.counts.fill_(1)
-        lasts = [each.tokens[-1] for each in requests]
+        lasts = [request.tokens[-1] for request in requests]
         self.tokens[: len(lasts), 0] = upload(lasts, torch.int64, self.tokens.device)
-        for r, each in enumerate(requests):
-            if each.depth:
-                self.states[r, 0] = pending[each.slot].fused[0][-1]
-        slots = [each.slot for each in requests]
+        for r, request in enumerate(requests):
+            if request.depth:
+                self.states[r, 0] = pending[request.slot].fused[0][-1]
+        slots = [request.slot for request in requests]
         nothing = torch.zeros(0, dtype=torch.int64, device=self.begins.device)
         for part in (self._first, self._next):
             part.begin_chains(cache_table(self.cache, slots, part.shape, part.device), nothing)

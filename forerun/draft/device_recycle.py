@@ -45,16 +45,15 @@ class DeviceTable:
     def of(cls, table: SuccessorTable, device: torch.device, own_kernels: bool) -> DeviceTable:
         copy = cls(device, own_kernels, len(table.keys))
         arrays = table.keys.view("int64"), table.tokens, table.logs
-        for ours, own in zip(
-            (copy.held.keys, copy.held.tokens, copy.held.logs), arrays, strict=True
-        ):
-            ours[:-WAYS].copy_(torch.from_numpy(own))
+        tensors = copy.held.keys, copy.held.tokens, copy.held.logs
+        for tensor, array in zip(tensors, arrays, strict=True):
+            tensor[:-WAYS].copy_(torch.from_numpy(array))
         return copy
 
     def learn(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
         """Store the target's predictions, as `SuccessorTable.learn`."""
-        both = upload([*before, *tokens], torch.int64, logits.device).view(2, -1)
-        self.store(both[0], both[1], torch.ones_like(both[0], dtype=torch.bool), logits)
+        pairs = upload([*before, *tokens], torch.int64, logits.device).view(2, -1)
+        self.store(pairs[0], pairs[1], torch.ones_like(pairs[0], dtype=torch.bool), logits)
 
     def store(self, before: Tensor, last: Tensor, is_valid: Tensor, logits: Tensor) -> None:
         """Store predictions by operations of the device alone; see `Predictions`."""
@@ -110,10 +109,10 @@ class DeviceRecycle(TableProposer[DeviceTable]):
         for tenant in {self.slots[request.slot] for request in requests}:
             own = [request for request in requests if self.slots[request.slot] == tenant]
             for is_chain in (False, True):
-                alike = [r for r in own if self.is_chain(r) == is_chain]
-                if alike:
-                    found = self._grow(self.tables_of(tenant), alike, is_chain)
-                    drafts |= zip([request.slot for request in alike], found, strict=True)
+                group = [r for r in own if self.is_chain(r) == is_chain]
+                if group:
+                    grown = self._grow(self.tables_of(tenant), group, is_chain)
+                    drafts |= zip([request.slot for request in group], grown, strict=True)
         return [drafts[request.slot] for request in requests]
 
     def _grow(
@@ -225,8 +224,8 @@ class RecycleDrafts:
             rates=self.rates,
         )
         grown = grow(drafter.tables, roots, nodes.tokens.shape[1], drafter.is_chain)
-        for ours, found in zip(nodes, grown, strict=False):
-            ours.copy_(found)
+        for tensor, values in zip(nodes, grown, strict=False):
+            tensor.copy_(values)
 
     def keep(self, state: RoundState, nodes: Nodes, verified: Verified) -> None:
         parents = nodes.parents.clamp(min=0)

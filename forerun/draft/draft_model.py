@@ -304,7 +304,7 @@ class Cascade(CompositeProposer, DraftModel):
         super().__init__(model.runner, model.vocab, 1, f"{first.name}>{model.name}")
         self.first = first
         self.model = model
-        self.told = (first, model)
+        self.members = (first, model)
         self.aux_hidden_layers = first.aux_hidden_layers
         self.wants_logits = first.wants_logits
         self.policy = CascadeDepth()
@@ -381,14 +381,14 @@ class Cascade(CompositeProposer, DraftModel):
             ]
             drafts = self.first.propose(requests)
             return [self._readable(d, r) for r, d in zip(requests, drafts, strict=True)]
-        begun = []
+        growing = []
         for tree in trees:
             last = len(tree.draft) - 1
             request = _inner_request(tree.request, last, min(last + depth, tree.request.depth - 1))
             inner = Tree(request, frontier=[last])
             inner.draft = tree.draft.first(last)
-            begun.append(inner)
-        drafts = self.first.complete(begun)
+            growing.append(inner)
+        drafts = self.first.complete(growing)
         return [
             self._readable(draft.behind(len(tree.draft) - 1), tree.request)
             for tree, draft in zip(trees, drafts, strict=True)

@@ -254,7 +254,7 @@ def _is_true(metadata: Metadata, key: str, default: bool) -> bool:
 
 def head_entries(gguf: GgufFile) -> dict[str, Entry]:
     """Return the tensors of a head under forerun's names. Those that no head has keep their names
-    in the file, so that whoever builds the head reports them."""
+    in the file, so that building the head reports them."""
     layer, outer = LAYER_NAMES_OF[gguf.architecture], OUTER_NAMES_OF[gguf.architecture]
     return {
         _name_of(name, layer, outer): entry

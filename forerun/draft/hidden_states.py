@@ -225,7 +225,7 @@ class HiddenStateProposer(Proposer):
         for tree, start, own in zip(trees, starts, found, strict=True):
             if start.segment.tokens:
                 self.commit(tree.request.slot, tree.request.tokens, len(start.segment.tokens))
-            tree.weigh(own, self.name, self.extra_nodes)
+            tree.add_drafted(own, self.name, self.extra_nodes)
         return True
 
     def _read_all_but_last(self, rows: Sequence[DraftRequest]) -> None:

@@ -61,14 +61,14 @@ class Kind:
 
     Attributes:
         family: eagle3, dflash, medusa, lm (an ordinary language model) and so on.
-        dialect: the checkpoint format, "" if the family has only one.
+        format: the checkpoint format, "" if the family has only one.
         title: the family's name in a sentence.
         draft: the word for `--draft`, "" if forerun cannot draft with it.
         why: why it cannot, in a few words.
     """
 
     family: str
-    dialect: str = ""
+    format: str = ""
     title: str = ""
     draft: str = ""
     why: str = ""
@@ -76,7 +76,7 @@ class Kind:
     @property
     def name(self) -> str:
         """Family and checkpoint format, for a table."""
-        return f"{self.family} ({self.dialect})" if self.dialect else self.family
+        return f"{self.family} ({self.format})" if self.format else self.family
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,9 @@ def _own_mtp(look: Look) -> Kind:
     return Kind("mtp", "native", OWN_MTP, "" if why else "mtp", why)
 
 
-def _known(family: str, dialect: str = "") -> Kind:
+def _speculators_kind(family: str, format: str = "") -> Kind:
     """Return the kind of a family of speculators in another checkpoint format."""
-    return Kind(family, dialect, *SPECULATORS[family])
+    return Kind(family, format, *SPECULATORS[family])
 
 
 # Tests in the order in which they are tried, each with the kind.
@@ -231,30 +231,33 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
     ),
     (
         lambda k: k.arch in DEEPSPECS and k.raw.get("markov_rank") in (0, None),
-        _known("dflash", "deepspec"),
+        _speculators_kind("dflash", "deepspec"),
     ),
-    (lambda k: k.arch in DEEPSPECS, _known("dspark", "deepspec")),
+    (lambda k: k.arch in DEEPSPECS, _speculators_kind("dspark", "deepspec")),
     (
         lambda k: k.arch == "DSparkDraftModel" or k.block.get("projector_type") == "dspark",
-        _known("dspark", "specforge"),
+        _speculators_kind("dspark", "specforge"),
     ),
-    (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _known("dflash", "z-lab")),
-    (_is_peagle, _known("peagle")),
+    (
+        lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"),
+        _speculators_kind("dflash", "z-lab"),
+    ),
+    (_is_peagle, _speculators_kind("peagle")),
     (
         lambda k: k.arch in DEEPSPEC_EAGLES and k.has("target_layer_ids"),
-        _known("eagle3", "deepspec"),
+        _speculators_kind("eagle3", "deepspec"),
     ),
     (_is_latent_eagle3, Kind("eagle3", "latent attention", "EAGLE-3 head", "", LATENT)),
-    (lambda k: k.arch.startswith("Eagle3"), _known("eagle3", "nvidia")),
-    (lambda k: "Eagle3" in k.arch, _known("eagle3", "specforge")),
-    (_is_eagle3, _known("eagle3", "safeailab")),
+    (lambda k: k.arch.startswith("Eagle3"), _speculators_kind("eagle3", "nvidia")),
+    (lambda k: "Eagle3" in k.arch, _speculators_kind("eagle3", "specforge")),
+    (_is_eagle3, _speculators_kind("eagle3", "safeailab")),
     (
         lambda k: k.arch.startswith("Eagle") or k.type == "eagle",
         Kind("eagle", "vllm", "EAGLE head", "eagle"),
     ),
     (
         lambda k: k.consists("fc.weight", "lm_head.weight", "norm.weight"),
-        _known("eagle3", "safeailab"),
+        _speculators_kind("eagle3", "safeailab"),
     ),
     (_is_eagle1, Kind("eagle", "safeailab", "EAGLE head", "eagle")),
     (lambda k: k.arch.endswith("DraftModel"), Kind("unknown", "", "drafter", "", NOT_READ)),

@@ -417,5 +417,5 @@ class MedusaProposer(LastStateProposer):
         acceptance = trees[0].request.confidence_rates
         found = self.native.round([tree.link(0) for tree in trees], initial, acceptance)
         for tree, own in zip(trees, found, strict=True):
-            tree.weigh(own, self.name, NUM_ALTERNATIVES)
+            tree.add_drafted(own, self.name, NUM_ALTERNATIVES)
         return True

@@ -204,14 +204,16 @@ class Lookahead(PerSlotProposer[_LookaheadState]):
         keys = [noise.target(depth) for depth in range(len(path))]
         samplings = [state.sampling] * len(path)
         predicted = sample_tokens(logits[path], samplings, keys, strict=False)
-        trails = {place: trail for place, trail in state.trails.items() if place > root}
-        for place, (node, prediction) in enumerate(zip(path, predicted, strict=True), start=root):
+        trails = {position: trail for position, trail in state.trails.items() if position > root}
+        for position, (node, prediction) in enumerate(
+            zip(path, predicted, strict=True), start=root
+        ):
             token = draft.tokens[node]
-            trail = state.trails.get(place, ())
+            trail = state.trails.get(position, ())
             if trail[-1:] != (token,):
                 trail = (token,)
             trail = (*trail, prediction)[-self.ngram :]
-            trails[place + 1] = trail
+            trails[position + 1] = trail
             if len(trail) == self.ngram:
                 state.pool.add(trail)
         state.trails = trails
@@ -236,8 +238,8 @@ class Lookahead(PerSlotProposer[_LookaheadState]):
         before = self.ngram - 1
         path = list(tokens[-before:])
         start = len(path)
-        for place in range(len(tokens), len(tokens) + depth):
-            trail = state.trails.get(place)
+        for position in range(len(tokens), len(tokens) + depth):
+            trail = state.trails.get(position)
             if trail:
                 path.append(trail[-1])
                 continue

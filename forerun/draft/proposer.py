@@ -79,13 +79,13 @@ class Reference:
         name: what statistics call drafts from it: prediction or document.
         tokens: the text as token ids.
         start: the number of prompt tokens; the output begins there.
-        whole: the output is expected to follow the text from its beginning to its end.
+        is_prediction: the output is expected to follow the text from its beginning to its end.
     """
 
     name: str
     tokens: tuple[int, ...]
     start: int
-    whole: bool
+    is_prediction: bool
 
     def behind(self, start: int) -> Reference:
         """Return the same text, with the same index, for a prompt of `start` tokens."""
@@ -266,36 +266,36 @@ class PerSlotProposer(Proposer, Generic[State]):
 
 
 class CompositeProposer(Proposer):
-    """Base of drafters made of others, which are told what happens to a request."""
+    """Base of drafters made of others, to which it passes on what happens to a request."""
 
-    told: Sequence[Proposer]
+    members: Sequence[Proposer]
 
     def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
-        for part in self.told:
+        for part in self.members:
             part.open(slot, tokens, references, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        for part in self.told:
+        for part in self.members:
             part.close(slot, finished)
 
     def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        for part in self.told:
+        for part in self.members:
             if part.aux_hidden_layers:
                 part.observe(
                     slot, start, {layer: features[layer] for layer in part.aux_hidden_layers}
                 )
 
     def learn(self, slot: int, tokens: Sequence[int], draft: Draft, logits: Tensor) -> None:
-        for part in self.told:
+        for part in self.members:
             if part.wants_logits:
                 part.learn(slot, tokens, draft, logits)
 
     def forget(self) -> None:
-        for part in self.told:
+        for part in self.members:
             part.forget()
 
     def reset(self) -> None:
-        for part in self.told:
+        for part in self.members:
             part.reset()
 
 
@@ -312,17 +312,17 @@ def drafts_of(proposer: Proposer, requests: Sequence[DraftRequest], vocab: int) 
         raise
     except Exception as error:
         # Clients may see the message, so it has no text of the error.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        kind, file = type(error).__name__, Path(place.filename).name
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        kind, file = type(error).__name__, Path(frame.filename).name
         raise ForerunError(
-            f"the drafter {proposer.name!r} failed in {file}, line {place.lineno}: {kind}"
+            f"the drafter {proposer.name!r} failed in {file}, line {frame.lineno}: {kind}"
         ) from error
     if not isinstance(found, list | tuple) or len(found) != len(requests):
-        gave = f"{len(found)} drafts" if isinstance(found, list | tuple) else shorten(found)
+        result = f"{len(found)} drafts" if isinstance(found, list | tuple) else shorten(found)
         raise ForerunError(
             f"the drafter {proposer.name!r} was asked for a list of {len(requests)} drafts and gave"
-            f" {gave}: give one per request, Draft.root(request.tokens[-1]) where there is nothing"
-            " to draft"
+            f" {result}: give one per request, Draft.root(request.tokens[-1]) where there is"
+            " nothing to draft"
         )
     for request, draft in zip(requests, found, strict=True):
         try:

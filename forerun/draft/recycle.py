@@ -264,7 +264,7 @@ def grow_tree(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
     keys = array("Q", growth.keys)
     rates = growth.confidence_rates
     count = growth.max_nodes
-    given = CGrowth(
+    limits = CGrowth(
         growth.before,
         growth.root,
         growth.max_depth,
@@ -278,7 +278,7 @@ def grow_tree(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
     bins, probs = array("b", bytes(count)), array("d", bytes(8 * count))
     structs = (CSuccessors * len(tables))(*(table.struct for table in tables))
     outputs = address(tokens), address(parents), bins.buffer_info()[0], address(probs)
-    found = lib.forerun_branch(structs, len(tables), ctypes.byref(given), *outputs)
+    found = lib.forerun_branch(structs, len(tables), ctypes.byref(limits), *outputs)
     return Branches(
         tokens[:found].tolist(),
         parents[:found].tolist(),

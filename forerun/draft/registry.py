@@ -64,13 +64,13 @@ def make_proposers(
         if kind == "lookahead" and argument:
             return Lookahead(**lookahead_options(argument))
         if kind == "retrieval":
-            return Retrieval({place: load.index(place) for place in argument.split(",")})
+            return Retrieval({path: load.index(path) for path in argument.split(",")})
         if kind == "model":
             kind = _kind_of_model(argument)
             if kind == "model":
                 return load.model(argument, width)
         if kind == "self":
-            return load.itself(argument, width)
+            return load.self_drafter(argument, width)
         if kind in MEDUSA_LOADERS:
             heads = MEDUSA_LOADERS[kind](find_model(argument, pickled=True))
             return MedusaProposer(name, heads, target, width)
@@ -156,16 +156,16 @@ def load_plugin(name: str, argument: str) -> Proposer:
     """
     try:
         make = plugins()[name].load()
-        made = make(argument) if argument else make()
+        proposer = make(argument) if argument else make()
     except Exception as error:
         raise LoadError(
             f"the drafter {name!r} of an installed package failed: {error!r}"
         ) from error
-    if not isinstance(made, Proposer):
+    if not isinstance(proposer, Proposer):
         raise LoadError(
-            f"the drafter {name!r} of an installed package gave {made!r}, which is no Proposer"
+            f"the drafter {name!r} of an installed package gave {proposer!r}, which is no Proposer"
         )
-    return made
+    return proposer
 
 
 def _with_retrieval(spec: DraftSpec) -> DraftSpec:

@@ -150,16 +150,16 @@ def _num_supported(match: int, count: int) -> int:
     return count if match == SORTED else min(count, match)
 
 
-def _majority(ids: Sequence[int], places: Sequence[int], limit: int) -> list[int]:
+def _majority(ids: Sequence[int], positions: Sequence[int], limit: int) -> list[int]:
     """Return the most frequent continuation, token by token; the first place wins ties."""
     tokens: list[int] = []
     for n in range(limit):
-        following = [(p, ids[p + n]) for p in places if p + n < len(ids) and ids[p + n] != BREAK]
+        following = [(p, ids[p + n]) for p in positions if p + n < len(ids) and ids[p + n] != BREAK]
         if not following:
             break
         (best, _), *_ = Counter(token for _, token in following).most_common()
         tokens.append(best)
-        places = [p for p, token in following if token == best]
+        positions = [p for p, token in following if token == best]
     return tokens
 
 

@@ -146,12 +146,12 @@ class Alignment:
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
-        self.at: int | None = 0 if reference.whole else None
+        self.at: int | None = 0 if reference.is_prediction else None
         self.run = 0
         self._last = 0  # the place before the alignment was lost
         self._output = array("i")
         self._cursor = Cursor(reference.index)
-        context = 0 if reference.whole else NUM_PROMPT_TOKENS
+        context = 0 if reference.is_prediction else NUM_PROMPT_TOKENS
         self._num_read = max(0, reference.start - context)
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -176,7 +176,7 @@ class Alignment:
             self.at = self._nearest(self.run)
         else:
             self.run = 0
-            is_replaced = is_first_difference and self.reference.whole
+            is_replaced = is_first_difference and self.reference.is_prediction
             self.at = self._last + 1 if is_replaced else None
 
     def continuation(self, count: int) -> list[int]:
@@ -184,7 +184,7 @@ class Alignment:
         there is no other evidence for it."""
         if self.at is None:
             return []
-        if not self.reference.whole:
+        if not self.reference.is_prediction:
             count = min(count, self.run)
         return list(self.reference.tokens[self.at : self.at + count])
 

@@ -95,27 +95,27 @@ class Tree:
         for token in tokens:
             self.frontier = [self.draft.add(token, len(self.draft) - 1, source)]
 
-    def weigh(self, said: DraftedChain, source: str, beside: int) -> None:
+    def add_drafted(self, drafted: DraftedChain, source: str, max_siblings: int) -> None:
         """Add the result of a native call behind the root, the likeliest nodes first.
 
-        That is a chain and at most `beside` siblings of its nodes, by the acceptance rates of their
-        confidence bins (`DraftRequest.confidence_rates`).
+        That is a chain and at most `max_siblings` siblings of its nodes, by the acceptance rates of
+        their confidence bins (`DraftRequest.confidence_rates`).
         """
         rates = self.request.confidence_rates
         if rates is None:
-            self.extend(said.tokens, source)
+            self.extend(drafted.tokens, source)
             return
         chain: list[tuple[float, int, int, int]] = []  # (path probability, level, token, bin)
         siblings: list[tuple[float, int, int, int]] = []
         above = 1.0
-        for level, token in enumerate(said.tokens):
-            for sibling, confidence in said.alternatives[level]:
+        for level, token in enumerate(drafted.tokens):
+            for sibling, confidence in drafted.alternatives[level]:
                 confidence += NUM_CONFIDENCE_BINS
                 siblings.append((above * rates[confidence], level, sibling, confidence))
-            above *= min(rates[said.bins[level]], 1.0)
-            chain.append((above, level, token, said.bins[level]))
+            above *= min(rates[drafted.bins[level]], 1.0)
+            chain.append((above, level, token, drafted.bins[level]))
         siblings.sort(key=lambda node: -node[0])
-        nodes = chain + siblings[: beside if self.request.branching else 0]
+        nodes = chain + siblings[: max_siblings if self.request.branching else 0]
         nodes.sort(key=lambda node: (-node[0], node[1]))
         chain_nodes = [0]  # by level
         for path_prob, level, token, confidence in nodes:
@@ -217,16 +217,16 @@ def _grow_sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
     frontier, values = [], []
     for i, (parent, value) in enumerate(zip(tree.frontier, tree.values, strict=True)):
         ranks = [rank for node, rank in children if node == i and rank >= 0]
-        given = tokens[i, ranks]
-        given_probs = best[i, ranks]
-        rest = scores[i].index_fill(0, given, -torch.inf)
+        likely = tokens[i, ranks]
+        likely_probs = best[i, ranks]
+        rest = scores[i].index_fill(0, likely, -torch.inf)
         if (i, -1) in children and torch.isfinite(rest).any():
             token = int(gumbel_argmax(rest[None], [tree.request.noise.draft(parent)]))
             tree.probs[parent] = rest.double().softmax(-1).cpu().numpy()
             frontier.append(tree.draft.add(token, parent, source, Proposal.SAMPLED))
-            remaining = max(1 - float(given_probs.sum()), 1e-9)
+            remaining = max(1 - float(likely_probs.sum()), 1e-9)
             values.append(value + math.log(REST_RATE * remaining if ranks else SAMPLED_RATE))
-        for token, prob in zip(given.tolist(), given_probs.tolist(), strict=True):
+        for token, prob in zip(likely.tolist(), likely_probs.tolist(), strict=True):
             frontier.append(tree.draft.add(token, parent, source))
             values.append(value + math.log(prob))
     tree.frontier = frontier

@@ -34,7 +34,7 @@ UNIFORM_SHARE = 0.1  # share of the weights that stays uniform: every request ma
 REFRESH_ROUNDS = 16  # rounds of all requests after which a request's estimate is computed anew
 NEVER = 1 << 20  # steps
 MAX_COUNT = 1e6  # of any discounted count read from a file
-MAX_MATCH_BITS = 6  # longer matches count as alike
+MAX_MATCH_BITS = 6  # longer matches are counted together
 
 
 @dataclass(slots=True)
@@ -162,17 +162,17 @@ class AcceptanceEstimate:
         `version` of the `SourceAcceptance` that it was computed from."""
         self.version = version
         self._parts = [[share, yes, yes + no] for share, yes, no in parts]
-        self._survival = [1.0]
+        self._chain_probs = [1.0]
 
-    def survival(self, depth: int) -> float:
+    def chain_prob(self, depth: int) -> float:
         """Return the probability that `depth` drafted tokens in a row are accepted."""
-        while len(self._survival) <= depth:
+        while len(self._chain_probs) <= depth:
             for part in self._parts:
                 part[0] *= part[1] / part[2]
                 part[1] += 1
                 part[2] += 1
-            self._survival.append(sum(part[0] for part in self._parts))
-        return self._survival[depth]
+            self._chain_probs.append(sum(part[0] for part in self._parts))
+        return self._chain_probs[depth]
 
 
 class SourceAcceptance:

@@ -187,15 +187,15 @@ class DepthPolicy:
         estimates = {i: self._estimate(options[i].source, options[i].acceptance) for i in active}
         offered = {i: self._offer_rate(options[i]) for i in active}
         heap = [
-            (-offered[i] * estimate.survival(1), i)
+            (-offered[i] * estimate.chain_prob(1), i)
             for i, estimate in estimates.items()
-            if estimate.survival(1) > MIN_ACCEPTANCE
+            if estimate.chain_prob(1) > MIN_ACCEPTANCE
         ]
         heapq.heapify(heap)
         depths = [0] * len(options)
         num_tokens, drafting, catching_up = float(batch.num_tokens), 0.0, 0.0
         expected = inverse = float(batch.num_generating)  # sum of tokens, and of 1 / tokens
-        each = [1.0] * len(options)
+        tokens_of = [1.0] * len(options)
         plain = batch.num_generating / self._forward(num_tokens, batch)
         best, best_speed = list(depths), MIN_GAIN * plain
         loads: dict[str, _SourceLoad] = defaultdict(_SourceLoad)
@@ -219,14 +219,14 @@ class DepthPolicy:
                 drafting += load.cost
             expected -= chance  # chances are negated in the heap
             if latency:
-                inverse += 1 / (each[i] - chance) - 1 / each[i]
-                each[i] -= chance
+                inverse += 1 / (tokens_of[i] - chance) - 1 / tokens_of[i]
+                tokens_of[i] -= chance
             value = batch.num_generating * batch.num_generating / inverse if latency else expected
             cost = self._forward(num_tokens, batch) + drafting + catching_up
             without_gain += 1
             if value > best_speed * cost and cost <= slo:
                 best, best_speed, without_gain = list(depths), value / cost, 0
-            next_chance = offered[i] * estimates[i].survival(depths[i] + 1)
+            next_chance = offered[i] * estimates[i].chain_prob(depths[i] + 1)
             if depths[i] < min(option.limit, deepest) and next_chance > MIN_ACCEPTANCE:
                 heapq.heapreplace(heap, (-next_chance, i))
             else:
@@ -239,8 +239,8 @@ class DepthPolicy:
         """Draft now and then where it does not seem to pay, or nothing would be learned again.
 
         A probe follows a pause and needs credit. A request whose last draft was accepted to its end
-        goes on at once. Where nothing pays for anybody all options pause: finding that out anew in
-        every step costs more than it can gain. Several requests try again ever less often, since
+        goes on at once. Where nothing pays for any request all options pause: finding that out anew
+        in every step costs more than it can gain. Several requests try again ever less often, since
         that takes their steps out of native rounds.
         """
         least = min(
@@ -286,7 +286,7 @@ class DepthPolicy:
         ):
             return False
         estimate = self._estimate(option.source, option.acceptance)
-        gain = sum(estimate.survival(depth) for depth in range(1, PROBE_DEPTH + 1))
+        gain = sum(estimate.chain_prob(depth) for depth in range(1, PROBE_DEPTH + 1))
         self.credit[option.source] -= max(price - gain / batch.num_generating, 0.0)
         return True
 
@@ -382,7 +382,7 @@ class DepthPolicy:
         level -= self.costs.draft(source, 1, drafting)
         row = self._forward(batch.num_tokens + FLOOR_LEVELS * drafting, batch)
         row -= self._forward(batch.num_tokens + drafting, batch)
-        gain = drafting * estimate.survival(1)
+        gain = drafting * estimate.chain_prob(1)
         return min((level + row) / (FLOOR_LEVELS - 1) * speed / gain, MAX_FLOOR)
 
     # Choosing between proposers
@@ -428,7 +428,7 @@ class DepthPolicy:
 
     def acceptance_rate(self, source: str, acceptance: Acceptance) -> float:
         """Return the expected probability that a drafted token is accepted."""
-        return self._estimate(source, acceptance).survival(1)
+        return self._estimate(source, acceptance).chain_prob(1)
 
     def bins(self, source: str, greedy: bool) -> ConfidenceBins:
         """Return the calibration of a drafter's own probabilities."""
@@ -463,7 +463,7 @@ class DepthPolicy:
         catch_up = self._catch_up(option)
         reach = self.costs.reach(batch.num_tokens)
         for depth in range(1, min(option.limit, DEEPEST) + 1):
-            chance = estimate.survival(depth)
+            chance = estimate.chain_prob(depth)
             num_tokens = batch.num_tokens + drafting * depth * option.width
             if num_tokens > reach:
                 break

@@ -12,15 +12,15 @@ from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.proposer import Proposer
 from forerun.engine.draft_learning import RequestRound, RoundSeconds
 from forerun.engine.drafting import Drafting
-from forerun.engine.multi_step import TOKENS_A_ROUND, MultiStep, NativeSteps, is_simple
+from forerun.engine.multi_step import TOKENS_A_ROUND, MultiStep, NativeSteps, is_simple, tree_of
 from forerun.engine.request import Request, ScheduledRequest
 from forerun.runtime.captured import CapturedPasses
-from forerun.runtime.device_rounds import FEWEST, DeviceRounds, LandedRound, RoundRequest
+from forerun.runtime.device_rounds import MIN_ROUNDS, DeviceRound, DeviceRounds, RoundRequest
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.padded_pass import padded_shape
 from forerun.runtime.rounds import HeadRounds
 from forerun.runtime.torch_runner import Runner
-from forerun.types import Draft, Event, Proposal, Verdict
+from forerun.types import Draft, Event, Verdict
 
 
 def new_multi_step(target: Runner, drafting: Drafting, seconds: float) -> MultiStep:
@@ -32,10 +32,10 @@ def new_multi_step(target: Runner, drafting: Drafting, seconds: float) -> MultiS
 class DeviceSteps(MultiStep):
     """Runs rounds of all requests on a device that records passes.
 
-    The host launches a round before it has looked at the one before. So what ends a request, and a
-    copy that could be drafted, is found one round late, and the last round of a request that ended
-    is thrown away. Each call begins and ends with all rounds landed: between steps nothing is
-    different from steps of one round.
+    The host launches a round before it has looked at the previous one. So it finds the end of a
+    request, and text that could be copied, one round late, and the last round of a request that has
+    ended is thrown away. Each call begins and ends with all rounds collected: between steps nothing
+    is different from steps of one round.
     """
 
     def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
@@ -61,12 +61,12 @@ class DeviceSteps(MultiStep):
         if device.failed or shape is None:
             return 0
         self._rounds = min(self._rounds, (shape.keys - longest) // TOKENS_A_ROUND)
-        if self._rounds < FEWEST or any(map(self._may_copy, requests)):
+        if self._rounds < MIN_ROUNDS or any(map(self._may_copy, requests)):
             return 0
         recycle, others = self._recycles(requests)
         if recycle and (others or recycle.drafter(self._slots(recycle, requests)) is None):
-            return 0  # what one drafts with while the others learn
-        # a round may be on its way when a request ends, and has rows for all nodes of its tree
+            return 0  # rounds have one drafter, with the table of one tenant
+        # a round may be pending when a request ends, and has rows for all nodes of its tree
         siblings = (TOKENS_A_ROUND - 1) * (recycle.width - 1) if recycle else 0
         rooms = [request.remaining + 2 * TOKENS_A_ROUND for request in requests]
         rooms = [min(room, self._rounds * TOKENS_A_ROUND) + siblings for room in rooms]
@@ -106,7 +106,7 @@ class DeviceSteps(MultiStep):
         return (learning[0] if learning else None), len(drafters) > 1
 
     def _slots(self, recycle: DeviceRecycle, requests: Sequence[Request]) -> list[int]:
-        """Return the slots of those requests that it keeps something of."""
+        """Return the slots of those requests for which it holds state."""
         return [request.slot for request in requests if request.slot in recycle.slots]
 
     def _may_copy(self, request: Request) -> bool:
@@ -130,11 +130,11 @@ class DeviceSteps(MultiStep):
         ):
             return []
         requests = [scheduled.request for scheduled in batch]
-        asked = [deferred.of(request) if deferred else None for request in requests]
-        for request, own in zip(requests, asked, strict=True):
+        draft_requests = [deferred.of(request) if deferred else None for request in requests]
+        for request, own in zip(requests, draft_requests, strict=True):
             if own is None and self.drafting.hidden_layers(request):
-                return []  # its head has to see the hidden states of each round
-        plain = [r for r, own in zip(requests, asked, strict=True) if own is None]
+                return []  # its head has to read the hidden states of each round
+        plain = [r for r, own in zip(requests, draft_requests, strict=True) if own is None]
         most = min([self._rounds, *map(self.drafting.plain_rounds, plain)])
         drafter = deferred.rounds if deferred else self._learner(requests)
         assert not isinstance(drafter, HeadRounds)
@@ -147,56 +147,56 @@ class DeviceSteps(MultiStep):
                 depth=0 if own is None else own.depth,
                 remaining=r.remaining,
             )
-            for r, own in zip(requests, asked, strict=True)
+            for r, own in zip(requests, draft_requests, strict=True)
         ]
         most = device.begin(rounds, drafter, most)
         depths = [own.depth for own in rounds]
         events = [Event(request.id, [], [], []) for request in requests]
-        landed, counted = time.perf_counter(), 0
-        for found in self._fly(device, requests, most):
+        last_time, num_rounds = time.perf_counter(), 0
+        for found in self._pipeline(device, requests, most):
             if not found.is_finite:
                 break  # a step of one round will say so
             now = time.perf_counter()
-            self._land(found, requests, depths, events, now - landed, counted == 0)
-            landed, counted = now, counted + 1
-        if deferred and counted:
+            self._append_round(found, requests, depths, events, now - last_time, num_rounds == 0)
+            last_time, num_rounds = now, num_rounds + 1
+        if deferred and num_rounds:
             for number, request in enumerate(requests):
-                if deferred.of(request) and not _is_over(request):
+                if deferred.of(request) and not _has_ended(request):
                     root, accepted = self._last_roots[request.slot]
                     device.end(number, request.slot, request.tokens, root, accepted)
-        return events if counted else []
+        return events if num_rounds else []
 
     def _learner(self, requests: Sequence[Request]) -> RecycleDrafter | None:
         """Return what learns in rounds that draft nothing."""
         recycle, _ = self._recycles(requests)
         return recycle.drafter(self._slots(recycle, requests)) if recycle else None
 
-    def _fly(
+    def _pipeline(
         self, device: DeviceRounds, requests: Sequence[Request], most: int
-    ) -> Iterator[LandedRound]:
+    ) -> Iterator[DeviceRound]:
         """Launch up to `most` rounds, each before the one before it is looked at, for as long as no
-        request ends and nothing is found to copy; all of them have landed in the end."""
+        request ends and nothing is found to copy; all of them are collected in the end."""
         if not most or not device.launch():
             return
         began, launched, goes_on = time.perf_counter(), 1, True
         try:
             while True:
-                in_time = launched < FEWEST or time.perf_counter() - began < self.seconds
+                in_time = launched < MIN_ROUNDS or time.perf_counter() - began < self.seconds
                 goes_on = goes_on and launched < most and in_time and device.launch()
                 launched += goes_on
-                found = device.land()
-                if found is None or all(map(_is_over, requests)):
+                found = device.collect()
+                if found is None or all(map(_has_ended, requests)):
                     return
                 yield found
-                is_over = any(map(_is_over, requests))
-                goes_on = goes_on and not is_over and not any(map(self._may_copy, requests))
+                has_ended = any(map(_has_ended, requests))
+                goes_on = goes_on and not has_ended and not any(map(self._may_copy, requests))
         finally:
-            while device.land():
+            while device.collect():
                 pass
 
-    def _land(
+    def _append_round(
         self,
-        found: LandedRound,
+        found: DeviceRound,
         requests: Sequence[Request],
         depths: Sequence[int],
         events: Sequence[Event],
@@ -208,43 +208,37 @@ class DeviceSteps(MultiStep):
         source = deferred.proposer.name if deferred else ""
         rounds, own_events = [], []
         for i, request in enumerate(requests):
-            if _is_over(request):
+            if _has_ended(request):
                 continue  # its round is thrown away
             depth, path = min(depths[i], request.remaining), found.path[i]
-            draft = _draft_of(found, i, request.tokens[-1], depth, source)
+            draft = _draft_of_request(found, i, request.tokens[-1], depth, source)
             verdict = Verdict(found.drawn[i], path)
             rounds.append(RequestRound(request, draft, draft, verdict))
             own_events.append(events[i])
             # the rows of a path are behind the committed ones already
             self.target.cache.commit(request.slot, range(len(path)))
-        drafting.begin_round([each.request for each in rounds], is_first)
+        drafting.begin_round([item.request for item in rounds], is_first)
         passed = max(found.verify_seconds, wall - found.draft_seconds)
         drafting.record_deferred_drafts(rounds, None if found.is_cold else found.draft_seconds)
-        for each in rounds:
-            each.request.stats.count(each.verified, each.verdict, found.draft_seconds, passed)
-            root, accepted = len(each.request.tokens) - 1, len(each.verdict.path) - 1
-            self._last_roots[each.request.slot] = root, accepted
+        for item in rounds:
+            item.request.stats.count(item.verified, item.verdict, found.draft_seconds, passed)
+            root, accepted = len(item.request.tokens) - 1, len(item.verdict.path) - 1
+            self._last_roots[item.request.slot] = root, accepted
         emitted = self._append(rounds, own_events)
         if not found.is_cold:
             seconds = RoundSeconds(found.draft_seconds, passed, max(wall, passed))
             drafting.record_round(rounds, emitted, seconds)
 
 
-def _draft_of(found: LandedRound, number: int, root: int, depth: int, source: str) -> Draft:
+def _draft_of_request(found: DeviceRound, number: int, root: int, depth: int, source: str) -> Draft:
     """Return what a round drafted for one of its requests; of a chain `depth` tokens."""
     tokens = found.tokens[number]
     if not found.parents:
         return Draft.chain(root, tokens[:depth], source)
     parents = found.parents[number]
     count = parents.index(-1) if -1 in parents else len(parents)
-    return Draft(
-        [root, *tokens[:count]],
-        [-1, *parents[:count]],
-        ["", *[source] * count],
-        [Proposal.DETERMINISTIC] * (count + 1),
-        confidence_bins=found.bins[number][:count],
-    )
+    return tree_of(root, tokens[:count], parents[:count], found.bins[number][:count], source)
 
 
-def _is_over(request: Request) -> bool:
+def _has_ended(request: Request) -> bool:
     return bool(request.finish_reason or request.error)

@@ -63,7 +63,7 @@ class DraftLearning:
         self.clock, self.wall_clock = clock, wall_clock
         self.states: WeakKeyDictionary[Request, DraftingState] = WeakKeyDictionary()
         self.steps = 0
-        self.seconds = 0.0  # that drafting took in this step
+        self.seconds = 0.0  # time of drafting in this step
         self.deferred: DeferredDraft | None = None  # in this step
         self._room = 0
         self._step_began = self._drafted_at = 0.0
@@ -88,7 +88,7 @@ class DraftLearning:
         return state
 
     def has_state(self, request: Request) -> bool:
-        """Return True if a proposer keeps something of the request."""
+        """Return True if a proposer holds state of the request."""
         return request.speculates and not self.state(request).released
 
     def is_paused(self, request: Request) -> bool:
@@ -220,23 +220,23 @@ class DraftLearning:
         for scheduled in batch:
             state, nodes = self.state(scheduled.request), len(scheduled.draft or ()) - 1
             tokens = emitted.get(scheduled.request.id, 0)
-            samples.append(GuardSample(state.guard, nodes, tokens, state.was_asked))
+            samples.append(GuardSample(state.guard, nodes, tokens, state.has_proposed))
         self.guard.record(samples, self.wall_clock() - self._step_began, self.seconds)
 
     def _record_draft(
         self,
         proposer: Proposer,
-        asked: Sequence[DraftRequest],
+        draft_requests: Sequence[DraftRequest],
         proposed: Sequence[Draft | None],
         requests: Sequence[Request],
         seconds: float,
     ) -> None:
         """Record the time that drafting took."""
-        depth = max(each.depth for each in asked)
+        depth = max(draft_request.depth for draft_request in draft_requests)
         if proposer.ends_chains:
             depth = max(1, *(max(draft.depths()) for draft in proposed if draft is not None))
         lag = sum(self._lag(request, proposer.name) for request in requests)
-        self.overlap.record_draft(proposer, depth, seconds, len(asked), lag)
+        self.overlap.record_draft(proposer, depth, seconds, len(draft_requests), lag)
         for request in requests:
             self.state(request).last_asked[proposer.name] = len(request.tokens), self.steps
 
@@ -344,38 +344,39 @@ class DraftLearning:
         if deferred is None:
             return
         drafted: list[tuple[RequestRound, DraftRequest]] = []
-        for each in rounds:
-            asked = deferred.of(each.request)
-            if asked is None:
+        for item in rounds:
+            draft_request = deferred.of(item.request)
+            if draft_request is None:
                 continue
-            reasons, state = each.request.stats.reasons, self.state(each.request)
-            if not each.request.remaining:
+            reasons, state = item.request.stats.reasons, self.state(item.request)
+            if not item.request.remaining:
                 reasons[EDGE] += 1
                 continue
-            state.allowed_depth = asked.depth
-            drafted.append((each, asked))
-            if len(each.draft) == 1:
+            state.allowed_depth = draft_request.depth
+            drafted.append((item, draft_request))
+            if len(item.draft) == 1:
                 reasons[NOTHING] += 1
-                self._record_nothing(each.request, deferred.proposer.name)
+                self._record_nothing(item.request, deferred.proposer.name)
                 continue
-            state.proposed.append(ProposedDraft(deferred.proposer.name, "", each.draft))
-            reasons[DRAFTED if len(each.verified) > 1 else UNPAID] += 1
+            state.proposed.append(ProposedDraft(deferred.proposer.name, "", item.draft))
+            reasons[DRAFTED if len(item.verified) > 1 else UNPAID] += 1
         if drafted and seconds is not None:
-            requests = [each.request for each, _ in drafted]
-            drafts, asked_for = [each.draft for each, _ in drafted], [asked for _, asked in drafted]
-            self._record_draft(deferred.proposer, asked_for, drafts, requests, seconds)
+            requests = [item.request for item, _ in drafted]
+            drafts = [item.draft for item, _ in drafted]
+            draft_requests = [draft_request for _, draft_request in drafted]
+            self._record_draft(deferred.proposer, draft_requests, drafts, requests, seconds)
 
     def record_round(
         self, rounds: Sequence[RequestRound], emitted: Sequence[int], seconds: RoundSeconds
     ) -> None:
         """Learn costs from one of several rounds, which gave each request `emitted` tokens."""
-        num_tokens = sum(len(each.verified) for each in rounds)
+        num_tokens = sum(len(item.verified) for item in rounds)
         self.overlap.record_forward(num_tokens, seconds.verifying, decodes=True)
         is_cold = self.policy.costs.is_cold(num_tokens)
-        if is_cold or any(each.request.has_fixed_depth for each in rounds):
+        if is_cold or any(item.request.has_fixed_depth for item in rounds):
             return
         samples = []
-        for each, tokens in zip(rounds, emitted, strict=True):
-            state, nodes = self.state(each.request), len(each.verified) - 1
-            samples.append(GuardSample(state.guard, nodes, tokens, state.was_asked))
+        for item, tokens in zip(rounds, emitted, strict=True):
+            state, nodes = self.state(item.request), len(item.verified) - 1
+            samples.append(GuardSample(state.guard, nodes, tokens, state.has_proposed))
         self.guard.record(samples, seconds.wall, seconds.drafting)

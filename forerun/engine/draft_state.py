@@ -65,7 +65,7 @@ class DraftingState:
     least_matches: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
-    def was_asked(self) -> bool:
+    def has_proposed(self) -> bool:
         """True if a proposer drafted for the request in this step."""
         return self.allowed_depth > 0 or bool(self.proposed)
 
@@ -74,8 +74,8 @@ class DraftingState:
 class DeferredDraft:
     """Drafts that several rounds at once will make (see `multi_step`).
 
-    `requests` are by slot what `proposer` would have been asked for, `rounds` is what it prepared
-    instead, and `seconds` the time that took.
+    `requests` are by slot the draft requests to `proposer`, `rounds` is what it prepared
+    instead of drafts, and `seconds` the time that took.
     """
 
     proposer: HiddenStateProposer | DraftModel | DeviceRecycle
@@ -85,7 +85,7 @@ class DeferredDraft:
     seconds: float
 
     def of(self, request: Request) -> DraftRequest | None:
-        """Return what was asked for a request, if it is among these."""
+        """Return the deferred draft request of a request, None if it has none."""
         return self.requests.get(request.slot)
 
 
@@ -93,11 +93,11 @@ class DraftPlan:
     """One request while its draft is made.
 
     Attributes:
-        wanted: the proposer that is asked next, None once the draft is there.
-        draft: the draft, once nobody is asked any more.
-        depth: the depth that `wanted` is asked for.
-        reason: what kept the draft from being longer than a root, if it is not.
-        left: proposers that were not asked yet.
+        next_part: the proposer that is asked next, None once the draft is complete.
+        draft: the draft, once no further proposer is asked.
+        depth: the depth that `next_part` is asked for.
+        reason: why the draft is only a root, if it is.
+        remaining_parts: proposers that were not asked yet.
         speed: tokens per second expected of the best copy so far.
     """
 
@@ -113,16 +113,16 @@ class DraftPlan:
         self.draft: Draft | None = None
         self.depth = 0
         self.reason = NOTHING
-        self.left = list(proposer.parts)
+        self.remaining_parts = list(proposer.parts)
         self.speed = 0.0
         self._asking = ask(proposer, AskContext(self.request.rule.branching, ranking))
-        self.wanted: Proposer | None = self._next(next(self._asking))
+        self.next_part: Proposer | None = self._begin_part(next(self._asking))
 
     @property
-    def asked(self) -> Proposer:
-        """The proposer that is asked."""
-        assert self.wanted is not None
-        return self.wanted
+    def part(self) -> Proposer:
+        """The proposer that is asked next; only while there is one."""
+        assert self.next_part is not None
+        return self.next_part
 
     @property
     def limit(self) -> int:
@@ -130,8 +130,8 @@ class DraftPlan:
         nothing, so that the first token comes soonest."""
         return self.request.remaining if self.scheduled.count == 1 else 0
 
-    def give(self, offer: Offer | None, reason: str = NOTHING) -> None:
-        """Accept the asked proposer's draft; None and a `reason` if it offers nothing."""
+    def take_offer(self, offer: Offer | None, reason: str = NOTHING) -> None:
+        """Accept the draft of `part`; None and a `reason` if it offers nothing."""
         root = Draft.root(self.request.tokens[-1])
         if offer:
             self.speed = max(self.speed, offer.speed)
@@ -139,10 +139,10 @@ class DraftPlan:
         elif reason != NOTHING:
             self.reason = reason
         try:
-            self.wanted = self._next(self._asking.send(offer or Offer(root, root)))
+            self.next_part = self._begin_part(self._asking.send(offer or Offer(root, root)))
         except StopIteration as end:
-            self.wanted, self.draft = None, end.value
+            self.next_part, self.draft = None, end.value
 
-    def _next(self, proposer: Proposer) -> Proposer:
-        self.left = [other for other in self.left if other is not proposer]
+    def _begin_part(self, proposer: Proposer) -> Proposer:
+        self.remaining_parts = [other for other in self.remaining_parts if other is not proposer]
         return proposer

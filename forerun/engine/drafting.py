@@ -44,7 +44,7 @@ LONG_PAUSE = 64  # steps: the drafter state of requests that pause longer is rel
 class Drafting(DraftLearning):
     """Asks proposers for drafts as deep as the policy says and the target's cache has room for."""
 
-    # The life of a request
+    # Requests that get or lose a slot
 
     def admit(self, request: Request) -> None:
         """Open the request's proposer: it was given a slot, at first or after a preemption."""
@@ -80,7 +80,7 @@ class Drafting(DraftLearning):
             if part.aux_hidden_layers and request.produced
         }
 
-    def _tend(self, request: Request) -> None:
+    def _release_or_restore(self, request: Request) -> None:
         """Release the drafter state of a request that pauses for long; restore it before the end.
 
         Keeping it costs time and memory.
@@ -115,17 +115,17 @@ class Drafting(DraftLearning):
         for scheduled in generating:
             scheduled.draft = Draft.root(scheduled.request.tokens[-1])
             self._draft_by_grammar(scheduled)
-        unasked = {s.request.id: self._reason_not_to_ask(s, allowed) for s in generating}
-        plans = [self._plan(s, certain) for s in generating if not unasked[s.request.id]]
+        reasons = {s.request.id: self._reason_not_to_ask(s, allowed) for s in generating}
+        plans = [self._plan(s, certain) for s in generating if not reasons[s.request.id]]
         num_tokens += sum(len(s.draft) - 1 for s in generating if s.draft)
-        whole = certain._replace(num_tokens=num_tokens, num_drafting=len(plans))
+        full_batch = certain._replace(num_tokens=num_tokens, num_drafting=len(plans))
         self._ask_all(plans, certain, num_tokens)
         self._probe_rivals(plans, certain)
         for plan in plans:
             if plan.draft and not plan.request.error:
-                with isolate_errors(plan.request), self._unless_not_ready(plan.scheduled):
-                    plan.scheduled.draft = self._cut(plan, plan.draft, whole)
-        self._count_reasons(generating, unasked | {p.request.id: p.reason for p in plans})
+                with isolate_errors(plan.request), self._skip_if_not_ready(plan.scheduled):
+                    plan.scheduled.draft = self._cut(plan, plan.draft, full_batch)
+        self._count_reasons(generating, reasons | {p.request.id: p.reason for p in plans})
         self.steps += 1
         self._drafted_at = self.clock()
         self.seconds = self._drafted_at - began
@@ -136,11 +136,11 @@ class Drafting(DraftLearning):
         state.allowed_depth = 0
         state.proposed = []
         if request.state.grammar:
-            with isolate_errors(request), self._unless_not_ready(scheduled):
+            with isolate_errors(request), self._skip_if_not_ready(scheduled):
                 scheduled.draft = self._forced(scheduled, request.state.grammar)
         if request.speculates and not request.has_fixed_depth:
             with isolate_errors(request):
-                self._tend(request)
+                self._release_or_restore(request)
 
     def _forced(self, scheduled: ScheduledRequest, grammar: Matcher) -> Draft:
         """Return the tokens that the grammar leaves no choice about, a root if there are none.
@@ -159,7 +159,7 @@ class Drafting(DraftLearning):
         return grammar.prune(Draft.chain(request.tokens[-1], tokens, SOURCE))
 
     @contextmanager
-    def _unless_not_ready(self, scheduled: ScheduledRequest) -> Iterator[None]:
+    def _skip_if_not_ready(self, scheduled: ScheduledRequest) -> Iterator[None]:
         """Leave a request out of the step if its grammar needs longer than others should wait."""
         try:
             yield
@@ -194,10 +194,10 @@ class Drafting(DraftLearning):
     def _may_have_draft(self, request: Request, proposers: Sequence[Proposer]) -> bool:
         """Return False, and note it, if all of the proposers know that they have no draft."""
         with isolate_errors(request):
-            if any(each.has_draft(request.slot, request.tokens) for each in proposers):
+            if any(part.has_draft(request.slot, request.tokens) for part in proposers):
                 return True
-            for each in proposers:
-                self._record_nothing(request, each.name)
+            for part in proposers:
+                self._record_nothing(request, part.name)
         return False
 
     def _plan(self, scheduled: ScheduledRequest, batch: BatchState) -> DraftPlan:
@@ -215,17 +215,17 @@ class Drafting(DraftLearning):
 
     def _continues(self, plan: DraftPlan, batch: BatchState) -> bool:
         """Return True if a proposer is to be asked: it may have a draft, and need not wait."""
-        while plan.wanted and not plan.request.error:
-            paused = self.policy.is_paused(plan.state.acceptance[plan.wanted.name]) or (
+        while plan.next_part and not plan.request.error:
+            paused = self.policy.is_paused(plan.state.acceptance[plan.next_part.name]) or (
                 batch.num_prompt_tokens
-                and self.policy.should_wait(self._option(plan.request, plan.wanted), batch)
+                and self.policy.should_wait(self._option(plan.request, plan.next_part), batch)
             )
             if plan.request.depth == "auto" and paused:
-                plan.give(None, UNPAID)
-            elif not plan.limit or self._may_have_draft(plan.request, [plan.asked]):
+                plan.take_offer(None, UNPAID)
+            elif not plan.limit or self._may_have_draft(plan.request, [plan.part]):
                 return True
             else:
-                plan.give(None)
+                plan.take_offer(None)
         return False
 
     def _ask(self, plans: Sequence[DraftPlan], batch: BatchState) -> None:
@@ -236,52 +236,53 @@ class Drafting(DraftLearning):
             plan.depth = self._depth_with_room(plan, depth)
             if plan.depth:
                 plan.state.allowed_depth = max(plan.depth, plan.state.allowed_depth)
-                groups[plan.asked].append(plan)
+                groups[plan.part].append(plan)
             else:
-                plan.give(None, NO_ROOM if depth else UNPAID if plan.limit else EDGE)
+                plan.take_offer(None, NO_ROOM if depth else UNPAID if plan.limit else EDGE)
         for proposer, asking in groups.items():
-            asked = [self._draft_request(p.request, proposer, p.depth, batch) for p in asking]
-            if self._defers(proposer, asked, batch, began):
+            requests = [plan.request for plan in asking]
+            draft_requests = [
+                self._draft_request(p.request, proposer, p.depth, batch) for p in asking
+            ]
+            if self._defers(proposer, draft_requests, batch, began):
                 for plan in asking:
-                    plan.give(None)
+                    plan.take_offer(None)
                 continue
-            self.overlap.note_asked(proposer, [plan.request.id for plan in asking], asked)
-            proposed = self._propose(proposer, asked, [plan.request for plan in asking])
+            self.overlap.note_requests(proposer, [r.id for r in requests], draft_requests)
+            proposed = self._propose(proposer, draft_requests, requests)
             now = self.clock()
-            self._record_draft(
-                proposer, asked, proposed, [plan.request for plan in asking], now - began
-            )
+            self._record_draft(proposer, draft_requests, proposed, requests, now - began)
             began = now
             for plan, draft in zip(asking, proposed, strict=True):
                 with isolate_errors(plan.request):
-                    self._give(plan, draft, batch)
+                    self._take_draft(plan, draft, batch)
 
     def _defers(
         self,
         proposer: Proposer,
-        asked: Sequence[DraftRequest],
+        draft_requests: Sequence[DraftRequest],
         batch: BatchState,
         began: float,
     ) -> bool:
         """Let a proposer prepare several rounds at once, if there is room and it can; one does."""
         if not self._room or self.deferred or not isinstance(proposer, CAN_DEFER):
             return False
-        rounds = proposer.begin_rounds(asked, self._room)
+        rounds = proposer.begin_rounds(draft_requests, self._room)
         if rounds is None:
             return False
-        by_slot = {request.slot: request for request in asked}
+        by_slot = {request.slot: request for request in draft_requests}
         self.deferred = DeferredDraft(proposer, by_slot, rounds, batch, self.clock() - began)
         return True
 
-    def _give(self, plan: DraftPlan, draft: Draft | None, batch: BatchState) -> None:
-        """Give a plan the draft of its proposer; None if the proposer failed."""
-        name = plan.asked.name
+    def _take_draft(self, plan: DraftPlan, draft: Draft | None, batch: BatchState) -> None:
+        """Accept the draft of a plan's proposer; None if the proposer failed."""
+        name = plan.part.name
         if draft is not None and len(draft) > 1:
-            plan.give(self._offer(plan, draft, batch))
+            plan.take_offer(self._offer(plan, draft, batch))
             return
         if draft is not None:
             self.policy.record_verdict(name, plan.state.acceptance[name], 0, 0)
-        plan.give(None)
+        plan.take_offer(None)
 
     def _depths(self, plans: Sequence[DraftPlan], batch: BatchState) -> list[int]:
         """Return the depth of each plan: the requested one, or the policy's choice."""
@@ -290,7 +291,7 @@ class Drafting(DraftLearning):
             fixed = 0 if plan.request.depth == "auto" else min(int(plan.request.depth), plan.limit)
             depths.append(fixed)
             if plan.request.depth == "auto" and plan.limit:
-                options.append(self._option(plan.request, plan.asked, plan.limit))
+                options.append(self._option(plan.request, plan.part, plan.limit))
                 free.append(i)
         for i, depth in zip(free, self.policy.choose(options, batch), strict=True):
             depths[i] = depth
@@ -304,10 +305,10 @@ class Drafting(DraftLearning):
         """
         if not depth:
             return 0
-        reach = max(depth, min(plan.limit, max_reach(plan.request, plan.asked)))
-        for each in (reach, depth):
-            if self._grow(plan.request, plan.proposer.most(each)):
-                return each
+        reach = max(depth, min(plan.limit, max_reach(plan.request, plan.part)))
+        for possible in (reach, depth):
+            if self._grow(plan.request, plan.proposer.most(possible)):
+                return possible
         return 0
 
     def _grow(self, request: Request, num_nodes: int) -> bool:
@@ -356,7 +357,7 @@ class Drafting(DraftLearning):
         Nodes with probabilities and copies are cut to what pays. What becomes of copies depends on
         the text alone, so cutting them is exact under every rule.
         """
-        request, proposer, taken = plan.request, plan.asked, draft
+        request, proposer, taken = plan.request, plan.part, draft
         kind = kind_of_match(proposer.name, draft.match_length) if draft.match_length else ""
         plan.state.proposed.append(ProposedDraft(proposer.name, kind, draft))
         is_copy = bool(kind) and request.depth == "auto"
@@ -379,13 +380,13 @@ class Drafting(DraftLearning):
         The copy is then only compared with the target's tokens. Other copies need not be guessed:
         looking at them is cheap.
         """
-        others = [part for part in plan.left if not part.copies_text]
+        others = [part for part in plan.remaining_parts if not part.copies_text]
         return self._is_slower(plan.request, speed, others, batch)
 
     def _path_probs(self, plan: DraftPlan, draft: Draft, known_as: str) -> list[float]:
         """Return each node's acceptance probability, estimated from earlier similar nodes."""
         rate = self.policy.acceptance_rate(known_as, plan.state.acceptance[known_as])
-        rates = self.policy.bins(plan.asked.name, plan.request.params.greedy).rates
+        rates = self.policy.bins(plan.part.name, plan.request.params.greedy).rates
         probs = [1.0]
         for node in range(1, len(draft)):
             own = rates[draft.confidence_bins[node - 1]] if draft.confidence_bins else rate
@@ -410,7 +411,7 @@ class Drafting(DraftLearning):
         """Let rivals of chosen proposers draft now and then, to compare them with the target."""
         for plan in plans:
             request = plan.request
-            rivals = [rival for rival in plan.proposer.rivals if rival in plan.left]
+            rivals = [rival for rival in plan.proposer.rivals if rival in plan.remaining_parts]
             can_probe = request.depth == "auto" and plan.limit >= PROBE_DEPTH and not request.error
             if not rivals or not can_probe:
                 continue
@@ -419,10 +420,10 @@ class Drafting(DraftLearning):
             if i is None or not self._grow(request, rivals[i].most(PROBE_DEPTH)):
                 continue
             began, rival = self.clock(), rivals[i]
-            asked = self._draft_request(request, rival, PROBE_DEPTH, batch)
-            asked = replace(asked, confidence_rates=None)
-            (draft,) = self._propose(rival, [asked], [request])
-            self._record_draft(rival, [asked], [draft], [request], self.clock() - began)
+            draft_request = self._draft_request(request, rival, PROBE_DEPTH, batch)
+            draft_request = replace(draft_request, confidence_rates=None)
+            (draft,) = self._propose(rival, [draft_request], [request])
+            self._record_draft(rival, [draft_request], [draft], [request], self.clock() - began)
             if draft is not None:
                 # The proposer whose draft is verified stays the last of the list.
                 plan.state.proposed.insert(0, ProposedDraft(rival.name, "", draft))

@@ -243,9 +243,9 @@ class Engine:
             RequestError: a token is not in the vocabulary.
         """
         if not all(0 <= token < self.target.decoder.config.vocab for token in tokens):
-            raise RequestError("this text has tokens that the model has not got")
-        for proposer in {part for whole in self.proposers.values() for part in whole.parts}:
-            proposer.remember(tenant, tokens)
+            raise RequestError("this text has tokens outside the model's vocabulary")
+        for part in {part for proposer in self.proposers.values() for part in proposer.parts}:
+            part.remember(tenant, tokens)
 
     def set_policy(self, policy: DepthPolicy) -> None:
         """Let `policy` choose depths from now on, with a new guard."""
@@ -280,11 +280,11 @@ class Engine:
         """
         timing = _Timing(time.perf_counter())
         batch = self._plan()
-        is_whole = len(batch) == len(self.scheduler.running)
-        room = self.multi_step.room(batch) if is_whole else 0
+        is_full_batch = len(batch) == len(self.scheduler.running)
+        room = self.multi_step.room(batch) if is_full_batch else 0
         batch = self._draft(batch, room)
         events, self._pending = self._pending, []
-        several = self.multi_step.run(batch) if batch and is_whole else []
+        several = self.multi_step.run(batch) if batch and is_full_batch else []
         if several:
             for scheduled, event in zip(batch, several, strict=True):
                 events += self._end_rounds(scheduled.request, event)

@@ -74,7 +74,7 @@ class GuardSample(NamedTuple):
     guard: RequestGuard
     nodes: int
     emitted: int
-    asked: bool
+    has_proposed: bool
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Guard:
         """
         num_requests = len(samples)
         num_tokens = sum(1 + sample.nodes for sample in samples)
-        drafted = any(sample.asked for sample in samples)
+        drafted = any(sample.has_proposed for sample in samples)
         self._charge_requests(samples, self.cost(num_tokens) + drafting * drafted)
         if not drafted:
             self._record_plain(seconds / self.cost(num_tokens))
@@ -166,7 +166,7 @@ class Guard:
     def _charge_requests(self, samples: Sequence[GuardSample], cost: float) -> None:
         """Charge each request's guard its share of the drafting cost beyond a plain step."""
         plain = self.cost(len(samples))
-        shares = [sample.nodes + sample.asked for sample in samples]
+        shares = [sample.nodes + sample.has_proposed for sample in samples]
         extra = (cost / plain - 1) * len(samples) / max(sum(shares), 1)
         for sample, share in zip(samples, shares, strict=True):
             sample.guard.record(sample.emitted, 1 + extra * share)

@@ -33,9 +33,9 @@ from forerun.runtime.rounds import (
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, Event, Proposal, Verdict
 
-SECONDS = 0.03  # that the rounds of a call take, about: others wait so long, and tokens come so
-MAX_ROUNDS = 32  # of a call
-TOKENS_A_ROUND = 9  # for which room is reserved: a chain of the policy's deepest, and one more
+SECONDS = 0.03  # approximate duration of a call: other requests wait, and tokens arrive at once
+MAX_ROUNDS = 32  # per call
+TOKENS_A_ROUND = 9  # room reserved per round: the policy's deepest chain, and one more token
 
 
 class MultiStep:
@@ -47,7 +47,7 @@ class MultiStep:
 
     def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
         self.target, self.drafting, self.seconds = target, drafting, seconds
-        self._rounds = 0  # most of this step
+        self._rounds = 0  # maximum number in this step
 
     def room(self, batch: Sequence[ScheduledRequest]) -> int:
         """Return how many tokens of each request the rounds of this step may append, and reserve
@@ -85,7 +85,7 @@ class MultiStep:
         )
 
     def _proposer(self, request: Request) -> Proposer | None:
-        """Return the proposer that keeps something of a request, if there is one."""
+        """Return the proposer that holds state of a request, if there is one."""
         drafting = self.drafting
         return drafting.proposers[request.draft] if drafting.has_state(request) else None
 
@@ -93,8 +93,8 @@ class MultiStep:
         """Learn the verdicts of a round, and append the tokens to the requests and to their
         events; return how many each."""
         counts = []
-        for each, event in zip(rounds, events, strict=True):
-            request, verified, verdict = each.request, each.verified, each.verdict
+        for item, event in zip(rounds, events, strict=True):
+            request, verified, verdict = item.request, item.verified, item.verdict
             self.drafting.record_verdict(request, verified, verdict)
             before = len(event.token_ids)
             with isolate_errors(request):
@@ -115,13 +115,13 @@ class NativeSteps(MultiStep):
 
     def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
         super().__init__(target, drafting, seconds)
-        self._replay_seconds = 0.0  # that learning from a round took, in the last call
-        # by length; they go with the texts
+        self._replay_seconds = 0.0  # time to learn from a round, in the last call
+        # by length; dropped together with the texts
         self._grams_of: WeakKeyDictionary[SuffixAutomaton, dict[int, Grams]] = WeakKeyDictionary()
 
     def room(self, batch: Sequence[ScheduledRequest]) -> int:
         room = super().room(batch)
-        return room if len(batch) == 1 else 0  # beside others a request drafts one round a step
+        return room if len(batch) == 1 else 0  # several requests draft one round a step
 
     def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
         if len(batch) > 1:
@@ -164,12 +164,12 @@ class NativeSteps(MultiStep):
                 return []
         head = None
         if deferred:
-            (asked,) = deferred.requests.values()
-            assert isinstance(deferred.rounds, HeadRounds) and asked.confidence_rates is not None
-            head = deferred.rounds
-            siblings = deferred.proposer.extra_nodes if asked.branching else 0
-            costs = drafting.policy.pass_costs(asked.depth + siblings, deferred.batch)
-            head.set_policy(asked.depth, siblings, asked.confidence_rates, asked.min_prob, costs)
+            (request,) = deferred.requests.values()
+            assert isinstance(deferred.rounds, HeadRounds) and request.confidence_rates is not None
+            head, rates = deferred.rounds, request.confidence_rates
+            siblings = deferred.proposer.extra_nodes if request.branching else 0
+            costs = drafting.policy.pass_costs(request.depth + siblings, deferred.batch)
+            head.set_policy(request.depth, siblings, rates, request.min_prob, costs)
         before = time.thread_time() - began + drafting.seconds
         before -= deferred.seconds if deferred else 0.0  # a part of drafting
         results = self._run(requests, rounds, head)
@@ -268,7 +268,7 @@ class NativeSteps(MultiStep):
             rounds, own_events, appended = [], [], []
             for request, result, event in zip(requests, results, events, strict=True):
                 if request.error or request.finish_reason:
-                    continue  # by what only Python knows, such as a text that ends it
+                    continue  # ended by a check that only Python makes, such as a stop string
                 found = result.rounds[number]
                 draft = _draft_of(found, request.tokens[-1], source)
                 path = [0, *found.path[: found.accepted]]
@@ -278,11 +278,11 @@ class NativeSteps(MultiStep):
                 appended.append(found.appended)
             if not rounds:
                 break
-            drafting.begin_round([each.request for each in rounds], is_first=number == 0)
+            drafting.begin_round([item.request for item in rounds], is_first=number == 0)
             drafting.record_deferred_drafts(rounds, found.draft_seconds + drafted)
             passed = found.verify_seconds + in_python
-            for each in rounds:
-                each.request.stats.count(each.verified, each.verdict, found.draft_seconds, passed)
+            for item in rounds:
+                item.request.stats.count(item.verified, item.verdict, found.draft_seconds, passed)
             self._append(rounds, own_events)
             seconds = RoundSeconds(found.draft_seconds, passed, found.wall_seconds + in_python)
             drafting.record_round(rounds, appended, seconds)
@@ -321,12 +321,20 @@ def is_simple(proposer: Proposer, slot: int) -> bool:
 
 def _draft_of(found: CRound, root: int, source: str) -> Draft:
     """Return what a round drafted."""
-    count = found.nodes
+    n = found.nodes
+    draft = tree_of(root, found.tokens[:n], found.parents[:n], found.bins[:n], source)
+    draft.path_probs = found.path_probs[:n]
+    return draft
+
+
+def tree_of(
+    root: int, tokens: list[int], parents: list[int], bins: list[int], source: str
+) -> Draft:
+    """Return the tree of deterministic nodes behind a root; `bins` of their probabilities."""
     return Draft(
-        [root, *found.tokens[:count]],
-        [-1, *found.parents[:count]],
-        ["", *[source] * count],
-        [Proposal.DETERMINISTIC] * (count + 1),
-        confidence_bins=found.bins[:count],
-        path_probs=found.path_probs[:count],
+        [root, *tokens],
+        [-1, *parents],
+        ["", *[source] * len(tokens)],
+        [Proposal.DETERMINISTIC] * (len(tokens) + 1),
+        confidence_bins=bins,
     )

@@ -32,23 +32,23 @@ class Overlap:
 
     Attributes:
         waiting_is_free: the clock stands still while this thread waits (it counts CPU time).
-        asked: what overlapping proposers were asked for, by request id.
+        draft_requests: those to overlapping proposers, by request id.
         spent: what their drafts took; it is recorded once the forward pass is known.
         busy: proposers that draft beside the forward pass.
     """
 
     policy: DepthPolicy
     waiting_is_free: bool = True
-    asked: dict[Proposer, dict[int, DraftRequest]] = field(default_factory=dict)
+    draft_requests: dict[Proposer, dict[int, DraftRequest]] = field(default_factory=dict)
     spent: list[_Spent] = field(default_factory=list)
     busy: list[Proposer] = field(default_factory=list)
 
-    def note_asked(
+    def note_requests(
         self, proposer: Proposer, ids: Sequence[int], requests: Sequence[DraftRequest]
     ) -> None:
         """Remember the requests to a proposer, by request id."""
         if proposer.overlaps:
-            self.asked.setdefault(proposer, {}).update(zip(ids, requests, strict=True))
+            self.draft_requests.setdefault(proposer, {}).update(zip(ids, requests, strict=True))
 
     def record_draft(
         self, proposer: Proposer, depth: int, seconds: float, num_requests: int, lag: int = 0
@@ -63,10 +63,10 @@ class Overlap:
     @contextmanager
     def during_forward(self, drafts: Mapping[int, Draft]) -> Iterator[None]:
         """Let proposers draft on while the target verifies `drafts`, by request id."""
-        for proposer, asked in self.asked.items():
-            verified = [i for i in asked if len(drafts[i]) > 1]
+        for proposer, by_id in self.draft_requests.items():
+            verified = [i for i in by_id if len(drafts[i]) > 1]
             if verified:
-                proposer.begin_overlap([asked[i] for i in verified], [drafts[i] for i in verified])
+                proposer.begin_overlap([by_id[i] for i in verified], [drafts[i] for i in verified])
                 self.busy.append(proposer)
         try:
             yield

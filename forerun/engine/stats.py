@@ -105,12 +105,12 @@ class RequestStats:
         if not self.reasons:
             return ""
         drafted = f"drafted in {self.reasons[DRAFTED]} of {self.reasons.total()} steps"
-        others = [
+        reasons = [
             REASONS[reason].format(count)
             for reason, count in self.reasons.most_common()
             if reason in REASONS
         ]
-        return "; ".join([drafted, *others])
+        return "; ".join([drafted, *reasons])
 
     @property
     def accepted_length(self) -> float:

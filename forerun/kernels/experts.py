@@ -7,8 +7,8 @@ that a pass with experts can be recorded as a CUDA graph:
 - `grouped` sorts the pairs of token and slot by expert, and torch's grouped products read the
   experts that were chosen. They need floats in bfloat16 on a GPU.
 - `gathered` copies the matrices of each pair's expert, which pays while pairs are few.
-- `every` computes all experts for all tokens. Reading the matrices takes longer than the products,
-  up to `MAX_EVERY` tokens.
+- `dense` computes all experts for all tokens. Reading the matrices takes longer than the products,
+  up to `MAX_DENSE_TOKENS` tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ComputeExperts = Callable[[Tensor, Tensor, Tensor | None, "ExpertMlps"], Tensor]
 
 # tokens up to which a card reads an expert's matrices longer than it multiplies with them: the
 # operations that a card does while it reads a weight (200 or more in bfloat16) are 2 a token
-MAX_EVERY = 256
+MAX_DENSE_TOKENS = 256
 # how often a matrix in floats moves through memory if it is gathered: read, written, read again;
 # packed ones are dequantized, which costs the same for one expert and for all
 GATHER_COST = 3
@@ -97,7 +97,7 @@ def on_device(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlp
     cost = 1 if isinstance(mlps.up, DeviceMatrix) else GATHER_COST
     if cost * choice.numel() <= mlps.count:
         return gathered(x, choice, factors, mlps)
-    return every(x, choice, factors, mlps)
+    return dense(x, choice, factors, mlps)
 
 
 def without_padding(choice: Tensor, is_padding: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ def can_group(mlps: ExpertMlps) -> bool:
 def grouped(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps) -> Tensor:
     """Compute the pairs sorted by expert, by torch's grouped products; matrices in floats."""
     experts, order = choice.flatten().sort(stable=True)
-    each = torch.arange(mlps.count, device=x.device)
-    ends = torch.searchsorted(experts, each, right=True).to(torch.int32)
+    index = torch.arange(mlps.count, device=x.device)
+    ends = torch.searchsorted(experts, index, right=True).to(torch.int32)
     own = input_pairs(x, choice, factors)[order]
 
     def product(own: Tensor, weight: Tensor | DeviceMatrix, half: int, rows: int) -> Tensor:
@@ -152,7 +152,7 @@ def gathered(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps
     return torch.cat(found).view(*choice.shape, -1)
 
 
-def every(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps) -> Tensor:
+def dense(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps) -> Tensor:
     """Compute all experts for all tokens, some experts at a time."""
     tokens, width = x.shape
     size = tokens * (width + mlps.halves * mlps.inner + mlps.outputs)
@@ -207,8 +207,8 @@ def _matrices(
         first, count = experts.start, experts.stop - experts.start
         return _rows(weight, shift + first, rows, count).view(count, rows, -1)
     if isinstance(weight, DeviceMatrix):
-        each = torch.arange(rows, device=experts.device)
-        return weight[(shift + experts)[:, None] * rows + each]
+        index = torch.arange(rows, device=experts.device)
+        return weight[(shift + experts)[:, None] * rows + index]
     return weight.view(-1, rows, weight.shape[1])[shift + experts]
 
 

@@ -134,10 +134,10 @@ def learn(table: TableTensors, seen: Predictions) -> None:
     for i in range(len(seen.last)):
         for key in (_pair_key(seen.before[i], seen.last[i]), _pair_key(NONE, seen.last[i])):
             first = torch.where(seen.is_valid[i], _set_of(table, key), table.entries)
-            places = first + ways
-            is_held = table.keys[places] == key
+            entries = first + ways
+            is_held = table.keys[entries] == key
             at = torch.where(is_held, ways, WAYS - 1).amin()  # the last one goes for a new entry
-            moved = torch.where((ways > 0) & (ways <= at), places - 1, places)
+            moved = torch.where((ways > 0) & (ways <= at), entries - 1, entries)
             for column, new in (
                 (table.keys, key),
                 (table.tokens, seen.tokens[i]),
@@ -145,7 +145,7 @@ def learn(table: TableTensors, seen: Predictions) -> None:
             ):
                 own = column[moved]
                 own[0] = new
-                column[places] = own
+                column[entries] = own
 
 
 def grow(tables: Sequence[TableTensors], roots: TreeRoots, nodes: int, is_chain: bool) -> Trees:
@@ -207,12 +207,12 @@ def _find(tables: Sequence[TableTensors], before: Tensor, last: Tensor) -> tuple
     ways = torch.arange(WAYS, device=last.device)
     for key in (_pair_key(before, last), _pair_key(NONE, last)):
         for table in tables:
-            places = _set_of(table, key)[:, None] + ways
-            is_held = table.keys[places] == key[:, None]
-            place = torch.where(is_held, places, 0).amax(1)
+            entries = _set_of(table, key)[:, None] + ways
+            is_held = table.keys[entries] == key[:, None]
+            entry = torch.where(is_held, entries, 0).amax(1)
             is_new = (is_open & is_held.any(1))[:, None]
-            tokens = torch.where(is_new, table.tokens[place].long(), tokens)
-            logs = torch.where(is_new, table.logs[place], logs)
+            tokens = torch.where(is_new, table.tokens[entry].long(), tokens)
+            logs = torch.where(is_new, table.logs[entry], logs)
             is_open = is_open & ~is_new[:, 0]
     return tokens, torch.where(tokens >= 0, logs, -torch.inf)
 
@@ -234,5 +234,5 @@ def _pair_key(before: Tensor | int, token: Tensor) -> Tensor:
 
 
 def _set_of(table: TableTensors, key: Tensor) -> Tensor:
-    """Return the first place of a key's set."""
+    """Return the index of the first entry of a key's set."""
     return (rng.mix_tensor(key) & (table.entries - 1)) // WAYS * WAYS

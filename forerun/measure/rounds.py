@@ -207,7 +207,7 @@ class Rounds:
     def result(self, quantization: str, arm: Arm, price: float | None) -> Result:
         """Summarize the runs of one arm; `price` is the price of an hour of this machine."""
         runs = list(itertools.chain(*self.runs[arm]))
-        stats = [each for run in runs for each in run.stats]
+        stats = [entry for run in runs for entry in run.stats]
         steps = sum(s.steps for s in stats)
         speed = self.speed(arm)
         ratio, interval = self.ratio(arm, PLAIN)

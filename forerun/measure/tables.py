@@ -52,8 +52,8 @@ def listed(text: str) -> list[str]:
 
 
 def plural(
-    many: str | None,
-    one: Any,
+    values: str | None,
+    value: Any,
     name: str,
     default: str,
     split: Callable[[str], list[str]] = listed,
@@ -62,12 +62,12 @@ def plural(
 
     Raises ConfigError if both options were given.
     """
-    if many is not None and one is not None:
+    if values is not None and value is not None:
         raise ConfigError(f"--{name} and --{name}s were both given: give one of them")
-    return [str(one)] if one is not None else split(default if many is None else many)
+    return [str(value)] if value is not None else split(default if values is None else values)
 
 
-def whole(text: str, name: str) -> int:
+def parse_integer(text: str, name: str) -> int:
     """Parse a whole number. Raises ConfigError, which names the option."""
     try:
         return int(text)
@@ -75,7 +75,7 @@ def whole(text: str, name: str) -> int:
         raise ConfigError(f"--{name}: {text!r} is not a whole number") from None
 
 
-def number(text: str, name: str) -> float:
+def parse_number(text: str, name: str) -> float:
     """Parse a number. Raises ConfigError, which names the option."""
     try:
         return float(text)

@@ -481,8 +481,8 @@ class Decoder(DecoderLayers):
             ids = ids.masked_fill(ids >= c.layer_input_vocab, 0)
         projected = self._linear(x * c.hidden**-0.5, w.projection).view(shape)
         stored = w.embed[ids].view(shape) * c.layer_input**0.5
-        both: Tensor = self._norm(projected, w.norm) + stored
-        return both * 2**-0.5
+        combined: Tensor = self._norm(projected, w.norm) + stored
+        return combined * 2**-0.5
 
     # Residual streams are one tensor [N, T, H]; layers read and write the first of them. Models
     # without AltUp have a single one.
@@ -492,7 +492,8 @@ class Decoder(DecoderLayers):
         w = self.weights.streams
         if w is None:
             return x[None]
-        further = [kernels.with_magnitude(self._linear(x, each), x) for each in w.opening]
+        projected = [self._linear(x, projection) for projection in w.opening]
+        further = [kernels.with_magnitude(stream, x) for stream in projected]
         return torch.stack([x, *further])
 
     def _predict_streams(self, streams: Tensor, layer: LayerWeights) -> Tensor:
@@ -530,7 +531,7 @@ class Decoder(DecoderLayers):
         if w is None:
             return streams[0]
         pairs = zip(w.joining, streams[1:], strict=True)
-        projected = [self._linear(stream, each) for each, stream in pairs]
+        projected = [self._linear(stream, projection) for projection, stream in pairs]
         found = [kernels.with_magnitude(y, streams[0]) for y in projected]
         return torch.stack([streams[0], *found]).mean(0)
 

@@ -55,14 +55,14 @@ class StackedRows:
         return out
 
 
-def _rows(read: Callable[[int, slice], Tensor], each: int, first: int, count: int) -> Tensor:
-    """Return rows [first, first + count) of a matrix of parts of `each` rows; `read` returns some
+def _rows(read: Callable[[int, slice], Tensor], size: int, first: int, count: int) -> Tensor:
+    """Return rows [first, first + count) of a matrix of parts of `size` rows; `read` returns some
     rows of a part."""
     found = []
     end = first + count
     while first < end:
-        part, at = divmod(first, each)
-        found.append(read(part, slice(at, min(at + end - first, each))))
+        part, at = divmod(first, size)
+        found.append(read(part, slice(at, min(at + end - first, size))))
         first += len(found[-1])
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -146,24 +146,24 @@ def mx_matrix(
     Raises:
         LoadError: the tensors have other shapes.
     """
-    groups, each = -(-inputs // MX_GROUP), halves * rows
+    groups, size = -(-inputs // MX_GROUP), halves * rows
     if (
         inputs % MX_GROUP
-        or list(blocks.get_shape()) != [count, each, groups, MX_GROUP // 2]
-        or tuple(scales.shape) != (count, each, groups)
+        or list(blocks.get_shape()) != [count, size, groups, MX_GROUP // 2]
+        or tuple(scales.shape) != (count, size, groups)
         or scales.dtype != torch.uint8
     ):
         raise LoadError(
             f"{where}: blocks {blocks.get_shape()} and scales {list(scales.shape)} are not "
-            f"{count} experts of {each} by {inputs}"
+            f"{count} experts of {size} by {inputs}"
         )
 
     def read(first: int, length: int) -> Tensor:
-        return _rows(lambda expert, rows: blocks[expert, rows], each, first, length)
+        return _rows(lambda expert, rows: blocks[expert, rows], size, first, length)
 
-    entry: Any = MxEntry(where, Path(where), (count * each, inputs), read, scales.flatten(0, 1))
+    entry: Any = MxEntry(where, Path(where), (count * size, inputs), read, scales.flatten(0, 1))
     if halves == 1:
         return Blocks((Piece(entry),))
-    order = np.arange(count * each).reshape(count * rows, halves)
+    order = np.arange(count * size).reshape(count * rows, halves)
     pieces = (Piece(entry, np.ascontiguousarray(order[:, half])) for half in range(halves))
     return Blocks(tuple(pieces))

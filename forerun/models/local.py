@@ -121,8 +121,8 @@ def _is_readable(folder: Path) -> bool:
 
 def _below(folder: Path) -> Iterator[LocalModel]:
     """Yield the models in a folder and below it, without hidden folders and links to folders."""
-    for place, folders, files in os.walk(folder):
-        here = Path(place)
+    for path, folders, files in os.walk(folder):
+        here = Path(path)
         is_deep = len(here.relative_to(folder).parts) >= MAX_DEPTH
         folders[:] = [] if is_deep else sorted(name for name in folders if name[0] != ".")
         if "config.json" in files and any(file.endswith(".safetensors") for file in files):

@@ -428,8 +428,8 @@ def _unpack_awq(words: Tensor) -> Tensor:
     """Unpack and transpose unsigned 4-bit values. int32 [n, m] -> uint8 [m * 8, n]"""
     words = words.T.contiguous()
     numbers = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
-    for place, output in enumerate(AWQ_ORDER):
-        numbers[:, output] = words >> 4 * place & 15
+    for nibble, output in enumerate(AWQ_ORDER):
+        numbers[:, output] = words >> 4 * nibble & 15
     return numbers.flatten(0, 1)
 
 

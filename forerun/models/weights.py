@@ -297,9 +297,9 @@ class WeightLoader(ABC):
         share = r.value_heads // r.key_heads
         values = share * r.value_size
         is_input = part == "recurrent_input"
-        each = [r.key_size, r.key_size, values, values] if is_input else [share, share]
+        split_sizes = [r.key_size, r.key_size, values, values] if is_input else [share, share]
         rows = torch.arange(sum(sizes)).view(r.key_heads, -1)
-        parts = [own.flatten() for own in torch.split(rows, each, dim=1)]
+        parts = [own.flatten() for own in torch.split(rows, split_sizes, dim=1)]
         order = torch.cat(parts if is_input else parts[::-1])
         return self.selected(part, i, [sum(sizes)], c.hidden, [order])
 

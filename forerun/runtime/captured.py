@@ -124,7 +124,7 @@ class CapturedPasses:
     def takes(self, shape: PassShape) -> bool:
         """Return True if passes of this shape are recorded: all experts for many tokens would take
         longer than the chosen ones, which the host has to know."""
-        is_small = shape.rows <= experts.MAX_EVERY
+        is_small = shape.rows <= experts.MAX_DENSE_TOKENS
         return is_small or self._own_experts or all(map(experts.can_group, self._expert_mlps))
 
     @functools.cached_property
@@ -320,7 +320,7 @@ class CapturedPass(PaddedPass):
         num_wanted = sum(len(segment.want) for segment in segments)
         features = self._output.features
         if features:
-            index = upload(self.places(segments), torch.int64, self.decoder.device)
+            index = upload(self.padded_indices(segments), torch.int64, self.decoder.device)
             features = {layer: found[index] for layer, found in features.items()}
         return Forward(self._output.logits[:num_wanted], features)
 

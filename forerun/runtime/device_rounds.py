@@ -38,7 +38,7 @@ from forerun.types import States
 
 log = logging.getLogger("forerun.runtime")
 
-FEWEST = 2  # rounds that are worth a call
+MIN_ROUNDS = 2  # rounds that are worth a call
 MOST_RECORDED = 64  # shapes, depths and kinds of draws; the least recently used go
 
 # Draws the tokens [M] behind positions [R, M / R] from logits [M, V].
@@ -150,7 +150,7 @@ class DeviceDrafter(Protocol):
         """Return drafts of `depth` levels for passes of the target of this shape."""
 
 
-class LandedRound(NamedTuple):
+class DeviceRound(NamedTuple):
     """The results of a round.
 
     Attributes:
@@ -201,11 +201,11 @@ class DeviceRounds:
         if self.failed or shape is None or not self.target.takes(shape):
             return 0
         most = min(most, (shape.keys - longest - nodes) // (depth + 1) + 1)
-        if most < FEWEST:
+        if most < MIN_ROUNDS:
             return 0
         try:
             vocab = self.target.decoder.config.vocab
-            draw = DrawKind.of([each.sampling for each in requests], vocab)
+            draw = DrawKind.of([request.sampling for request in requests], vocab)
             key = (shape, depth, draw, drafter)
             rounds = self._recorded.get(key)
             if rounds is None:
@@ -230,13 +230,13 @@ class DeviceRounds:
             return False
         return True
 
-    def land(self) -> LandedRound | None:
+    def collect(self) -> DeviceRound | None:
         """Wait for the oldest round that was launched; None if there is none."""
         assert self._current is not None
-        return self._current.land()
+        return self._current.collect()
 
     def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
-        """Let the drafter commit what it read, as in `Chains.end`; all rounds have landed."""
+        """Let the drafter commit what it read, as in `Chains.end`; all rounds are collected."""
         if self._current is not None and self._current.drafts:
             self._current.drafts.end(number, slot, tokens, root, accepted)
 
@@ -274,7 +274,7 @@ class _Mark:
         return float(other._event.elapsed_time(self._event)) / 1000
 
 
-class _Flight:
+class _PendingRound:
     """A round on its way: where its results will be, and its times."""
 
     def __init__(self, results: Tensor) -> None:
@@ -325,14 +325,14 @@ class _Rounds:
         self._results = torch.zeros((count, columns), dtype=torch.int64, device=device)
         self._replay_draft: Callable[[], None] | None = None
         self._replay_verify: Callable[[], None] | None = None
-        self._free: list[_Flight] = []
-        self._flying: deque[_Flight] = deque()
+        self._free: list[_PendingRound] = []
+        self._pending: deque[_PendingRound] = deque()
         self._count = 0
 
     @torch.inference_mode()
     def begin(self, requests: Sequence[RoundRequest]) -> None:
         """Begin with other requests, whose rows are reserved."""
-        while self.land():
+        while self.collect():
             pass  # what an interrupted call left
         self._count, device = len(requests), self.state.device
         state = np.zeros(self.state.shape, np.int64)
@@ -358,49 +358,49 @@ class _Rounds:
     @torch.inference_mode()
     def launch(self) -> None:
         """Begin a round."""
-        flight = self._free.pop() if self._free else _Flight(self._results)
-        flight.is_cold = self._replay_verify is None
-        flight.began.set()
+        pending = self._free.pop() if self._free else _PendingRound(self._results)
+        pending.is_cold = self._replay_verify is None
+        pending.began.set()
         if self.drafts and self.num_nodes:
             if self._replay_draft is None:
                 _, self._replay_draft = self.graphs.record(self._draft)
             else:
                 self._replay_draft()
-        flight.drafted.set()
+        pending.drafted.set()
         if self._replay_verify is None:
             _, self._replay_verify = self.graphs.record(self._verify)
         else:
             self._replay_verify()
         # Not recorded: a recording runs more than once.
         self.state.copy_(self._next)
-        flight.results.copy_(self._results, non_blocking=True)
-        flight.done.set()
-        self._flying.append(flight)
+        pending.results.copy_(self._results, non_blocking=True)
+        pending.done.set()
+        self._pending.append(pending)
 
-    def land(self) -> LandedRound | None:
+    def collect(self) -> DeviceRound | None:
         """Return the oldest round that was launched, None without any."""
-        if not self._flying:
+        if not self._pending:
             return None
-        flight = self._flying.popleft()
-        flight.done.wait()
-        rows = flight.results[: self._count].tolist()
-        self._free.append(flight)
+        pending = self._pending.popleft()
+        pending.done.wait()
+        rows = pending.results[: self._count].tolist()
+        self._free.append(pending)
         ends = list(itertools.accumulate(self._widths))
         counts, tokens, path, drawn, *trees = (
             [row[end - width : end] for row in rows]
             for width, end in zip(self._widths, ends, strict=True)
         )
         parents, bins = trees or ([], [])
-        return LandedRound(
+        return DeviceRound(
             tokens=tokens,
             parents=parents,
             bins=bins,
             path=[own[:count] for own, (count, _) in zip(path, counts, strict=True)],
             drawn=[own[:count] for own, (count, _) in zip(drawn, counts, strict=True)],
             is_finite=all(is_finite for _, is_finite in counts),
-            draft_seconds=flight.drafted.seconds_since(flight.began),
-            verify_seconds=flight.done.seconds_since(flight.drafted),
-            is_cold=flight.is_cold,
+            draft_seconds=pending.drafted.seconds_since(pending.began),
+            verify_seconds=pending.done.seconds_since(pending.drafted),
+            is_cold=pending.is_cold,
         )
 
     @torch.inference_mode()
@@ -454,10 +454,10 @@ class _Rounds:
 
     def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draw as `Draw`; the kernel gives -1 for rows that are not finite."""
-        each = positions.shape[1]
+        count = positions.shape[1]
         keys = rng.substreams(self.state[3][:, None], positions + 1).view(-1)
         # `repeat_interleave` may wait for the device
-        rows = self.sampling[:, :, None].expand(-1, -1, each).reshape(4, -1)
+        rows = self.sampling[:, :, None].expand(-1, -1, count).reshape(4, -1)
         temperature, top_k, top_p, least = rows
         by = DrawParameters(temperature, least, top_k, top_p, keys, self.draw)
         if not self.own_kernels:
@@ -514,8 +514,8 @@ class _Rounds:
         """Move the cache rows of accepted paths behind the committed ones, which end before
         positions `first` [R]."""
         cache, table = self.target_pass.cache, self.target_pass.inputs.table
-        places = torch.arange(self.num_nodes + 1, device=first.device)
-        rows = table.gather(1, first[:, None] + places)
+        indices = torch.arange(self.num_nodes + 1, device=first.device)
+        rows = table.gather(1, first[:, None] + indices)
         if self.own_kernels:
             from forerun.kernels.triton.compact import compact
 
@@ -523,7 +523,7 @@ class _Rounds:
                 compact(stored, rows, path, accepted + 1)
             return
         # All are read before any is written; what was not accepted stays where it is.
-        levels = places[: self.depth + 1]
+        levels = indices[: self.depth + 1]
         nodes = torch.where(levels <= accepted[:, None], path, levels)
         sources, targets = rows.gather(1, nodes).view(-1), rows[:, : self.depth + 1].reshape(-1)
         for stored in cache.tensors:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.hardware import give_back
+from forerun.hardware import trim_heap
 from forerun.kernels import native
 from forerun.kernels.native import BLOCK, CMatrix, COp
 from forerun.models.experts import StackedRows
@@ -149,7 +149,7 @@ class PackedMatrix:
         )
         self._fill(weight, gated, padded)
         if size >= LARGE:
-            give_back()
+            trim_heap()
 
     def _fill(
         self,

@@ -107,7 +107,7 @@ class _Inputs:
 
     Attributes:
         ids, positions: int64 [T], of padding 0.
-        rows: int64 [T], the cache row of each token; padding writes to one that nobody owns.
+        rows: int64 [T], the cache row of each token; padding writes to the spare row.
         wanted: int64 [T], the tokens whose logits come first, in order.
         table: int64 [R, K], the cache rows of each segment's keys.
         masks: uint8 [kinds of layers, R, N, K], 1 where a token sees a key.
@@ -232,16 +232,16 @@ class PaddedPass:
         first: int64 [R], the position of each first token, behind committed ones.
         """
         i, count = self.inputs, tokens.shape[1]
-        places = first[:, None] + torch.arange(count, device=first.device)
-        positions = places if tree is None else first[:, None] + tree.depths
-        rows = i.table.gather(1, places)
-        for whole, placed in (
+        indices = first[:, None] + torch.arange(count, device=first.device)
+        positions = indices if tree is None else first[:, None] + tree.depths
+        rows = i.table.gather(1, indices)
+        for padded, values in (
             (i.ids, tokens),
             (i.positions, positions),
             (i.rows, rows),
             *(((i.last, positions),) if self.walks else ()),
         ):
-            whole.view(self.shape.segments, self.shape.tokens)[:, :count] = placed
+            padded.view(self.shape.segments, self.shape.tokens)[:, :count] = values
         if self.walks:
             self._place_walk(rows, first, positions, tree)
         keys, queries = torch.arange(self.shape.keys, device=first.device), positions[..., None]
@@ -269,7 +269,7 @@ class PaddedPass:
         if tree is None:
             i.direct.view(grid)[:, :count] = positions + 1
             return
-        # The root is read from the table, nodes above from the places of a token's own.
+        # The root is read from the table, nodes above from the rows of this pass.
         levels = tree.above.shape[2] - 1
         i.direct.view(grid)[:, :count] = first[:, None] + 1
         begins = torch.arange(self.shape.rows, device=rows.device) * levels
@@ -403,8 +403,8 @@ class PaddedPass:
         self._stages.append(stage)
         return stage
 
-    def places(self, segments: Sequence[Segment]) -> list[int]:
-        """Return the places of the segments' tokens among the padded ones."""
+    def padded_indices(self, segments: Sequence[Segment]) -> list[int]:
+        """Return the indices of the segments' tokens among the padded ones."""
         firsts = range(0, self.shape.rows, self.shape.tokens)
         spans = zip(firsts, segments, strict=False)
         return [first + i for first, s in spans for i in range(len(s.tokens))]

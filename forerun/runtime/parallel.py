@@ -138,13 +138,13 @@ def load_parallel(
     """
     config = load_config(path)
     shard_config(config, Shard(0, world_size, None))
-    each = max((threads or torch.get_num_threads()) // world_size, 1)
+    share = max((threads or torch.get_num_threads()) // world_size, 1)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         jobs = []
         for rank in range(world_size):
             own = torch.device("cuda", rank) if rank and device.type == "cuda" else device
-            jobs.append(WorkerConfig(path, dtype, own, context, rank, world_size, each, store))
+            jobs.append(WorkerConfig(path, dtype, own, context, rank, world_size, share, store))
         processes = [_start(job) for job in jobs[1:]]
         try:
             for process in processes:

@@ -234,11 +234,11 @@ class _ChainBatch:
         found = [DraftedChain([])] * self.rows
         for row, i in enumerate(self.order):
             first, last = 0 if with_first else 1, min(self.lengths[row], self.counts[row])
-            places = range(row, len(self.tokens), self.rows)[first : last + 1]
-            tokens = [self.tokens[at] for at in places]
-            bins = [self.bins[at] for at in places] if self.bins else []
-            others = [self._alternatives(at) for at in places] if self.bins else []
-            found[i] = DraftedChain(tokens, bins, others)
+            indices = range(row, len(self.tokens), self.rows)[first : last + 1]
+            tokens = [self.tokens[at] for at in indices]
+            bins = [self.bins[at] for at in indices] if self.bins else []
+            alternatives = [self._alternatives(at) for at in indices] if self.bins else []
+            found[i] = DraftedChain(tokens, bins, alternatives)
         return found
 
     def _alternatives(self, at: int) -> list[tuple[int, int]]:
@@ -458,7 +458,7 @@ class Program:
 
 def _pointers(programs: Sequence[Program]) -> ctypes.Array[ctypes._Pointer[CProgram]]:
     """Return an array of pointers to programs."""
-    pointers = (ctypes.pointer(each.program) for each in programs)
+    pointers = (ctypes.pointer(program.program) for program in programs)
     return (ctypes.POINTER(CProgram) * len(programs))(*pointers)
 
 
@@ -468,7 +468,7 @@ def release_buffers() -> None:
     They have grown to the longest pass so far, such as one with the logits of a whole prompt. Call
     it only while no pass runs, such as when the engine is idle."""
     for buffers in list(_Buffers.all):
-        if sum(each.nbytes for each in buffers.arrays) > KEPT_BYTES:
+        if sum(array_.nbytes for array_ in buffers.arrays) > KEPT_BYTES:
             buffers.release()
 
 

@@ -301,8 +301,8 @@ class RecordedRecurrence:
         histories[i.slots, i.new_halves] = rows[self._segment, i.histories].flatten(1)
         seen = rows[self._segment, i.windows.flatten(1)]
         seen = seen.view(shape.segments, shape.tokens, self.window, -1)
-        both = torch.cat((seen, inputs[:, :, None]), dim=2)
-        return kernels.convolve(both, w.conv_weight, w.conv_bias)
+        windows = torch.cat((seen, inputs[:, :, None]), dim=2)
+        return kernels.convolve(windows, w.conv_weight, w.conv_bias)
 
     def _of_layer(self, number: int) -> Tensor:
         """Return a view of the states of a layer, [slots, floats]."""

@@ -111,8 +111,8 @@ class DecoderRecorder:
             widths |= {"inputs": inner, "decays": max(2 * r.value_heads, 1)}
             widths |= {"convolved": r.channels + 2 * r.value_heads, "recurrent_out": r.inner}
         if c.layer_input:
-            every = c.layers * c.layer_input
-            widths |= {"projected": every, "stored": every}
+            all_layers = c.layers * c.layer_input
+            widths |= {"projected": all_layers, "stored": all_layers}
             widths |= {"own": c.layer_input, "own_gate": c.layer_input}
         if c.altup is not None:
             count = c.altup.streams
@@ -287,7 +287,7 @@ class DecoderRecorder:
         is_conv, is_delta = r.kind == "conv", r.kind == "delta"
         keys = r.key_heads * r.key_size
         values = r.value_heads * r.value_size
-        places = (values + keys, values, 0) if r.kind == "mamba" else (0, keys, 2 * keys)
+        channel_starts = (values + keys, values, 0) if r.kind == "mamba" else (0, keys, 2 * keys)
         common: dict[str, Any] = dict(
             channels=r.channels,
             taps=r.taps,
@@ -304,7 +304,7 @@ class DecoderRecorder:
             history_at=states.history * number,
         )
         if not is_conv:
-            common |= dict(zip(("query_at", "key_at", "value_at"), places, strict=True))
+            common |= dict(zip(("query_at", "key_at", "value_at"), channel_starts, strict=True))
         convolve = COp(
             kind=native.CONVOLVE,
             input=inputs,
@@ -326,7 +326,7 @@ class DecoderRecorder:
         if w.decay is not None and w.decay_bias is not None:
             convolve.decay_bias = self._own(w.decay_bias)
             ops += self._linear(w.decay, X, decays, norm, scale=_factor(r.decay_scale))
-        ops += [convolve, recur, self._recurrent_gate(w, places[2])]
+        ops += [convolve, recur, self._recurrent_gate(w, channel_starts[2])]
         return ops, self._linear(w.out, out, X, None, **scale)
 
     def _recurrent_gate(self, w: RecurrentWeights, value_at: int) -> COp:
@@ -423,16 +423,16 @@ class DecoderRecorder:
         if cutoff is None:
             curve = {} if layer.xielu is None else {"xielu": self._own(layer.xielu)}
             return self._linear(layer.up, X, HIDDEN, norm, **self._activation(), **curve)
-        both = self.at["gates_and_ups"]
+        gates_and_ups = self.at["gates_and_ups"]
         gate = COp(
             kind=native.CUTOFF,
-            input=both,
+            input=gates_and_ups,
             output=HIDDEN,
             count=c.mlp_size(i),
             scale=cutoff,
             activation=native.ACTIVATIONS[c.activation],
         )
-        return [*self._linear(layer.up, X, both, norm), gate]
+        return [*self._linear(layer.up, X, gates_and_ups, norm), gate]
 
     def _experts(self, i: int, e: ExpertWeights, norm: Norm | None) -> list[COp]:
         """Return the operations that write the outputs of each token's experts side by side."""
@@ -568,8 +568,8 @@ class DecoderRecorder:
             return []
         streams, ops = self.at["streams"], list[COp]()
         for n, projection in enumerate(w.joining, start=1):
-            place: dict[str, Any] = dict(in_column=n * hidden, column=n * hidden)
-            ops += self._linear(projection, streams, streams, None, **place)
+            columns: dict[str, Any] = dict(in_column=n * hidden, column=n * hidden)
+            ops += self._linear(projection, streams, streams, None, **columns)
         ops.append(self._rescale())
         scale = hidden / self.widths[streams]
         ops.append(mix_op(streams, X, hidden, scale=scale))

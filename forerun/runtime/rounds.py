@@ -219,9 +219,7 @@ def run_rounds(
         most_nodes: of a draft, without its root.
     """
     program = decoder.program(tuple(aux_hidden_layers))
-    runs = [
-        _Run(each, program, head, len(aux_hidden_layers), most, most_nodes) for each in requests
-    ]
+    runs = [_Run(r, program, head, len(aux_hidden_layers), most, most_nodes) for r in requests]
     layouts = array("i", cache.head_layouts)
     rows = len(requests) + most_nodes
     with decoder.lock:
@@ -266,7 +264,7 @@ class _Run:
             self.states.append(rows)
         self._pointers = array("Q", [rows.ctypes.data for rows in self.states] or [0])
         self._ends = array("q", request.end_ids or [-1])
-        grams = [ctypes.pointer(each.structure) for each in request.grams]
+        grams = [ctypes.pointer(text.structure) for text in request.grams]
         self._grams = (ctypes.POINTER(CGrams) * len(grams))(*grams)
         self._rounds = (CRound * most)()
 
@@ -288,11 +286,11 @@ class _Run:
     def result(self, count: int, cache: KVCache) -> RoundsResult:
         """Note what `count` rounds committed and appended, and return it."""
         request, done = self.request, self._rounds[:count]
-        kept = sum(each.accepted + 1 for each in done)
-        last = [i for i, each in enumerate(done) if each.nodes][-1:]  # the last that read
-        behind = sum(each.accepted + 1 for each in done[last[0] :]) if last else self.unread + kept
+        kept = sum(r.accepted + 1 for r in done)
+        last = [i for i, r in enumerate(done) if r.nodes][-1:]  # the last round that read states
+        behind = sum(r.accepted + 1 for r in done[last[0] :]) if last else self.unread + kept
         cache.length[request.slot] += kept
-        request.text.count += sum(each.appended for each in done)
+        request.text.count += sum(r.appended for r in done)
         if request.grams:
             request.grams[0].noted = request.text.count - 1
         return RoundsResult(done, [rows[: self.unread + kept] for rows in self.states], behind)

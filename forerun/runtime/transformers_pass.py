@@ -278,8 +278,8 @@ class ModulePass:
             attended = kernels.attention(q, k, v, allowed, scale, softcap, sinks)
             if rows.filled is not None:
                 assert isinstance(rows.queries, Tensor)
-                places = rows.queries.flatten()[rows.filled]
-                out[places] = attended.flatten(0, 1)[rows.filled]
+                indices = rows.queries.flatten()[rows.filled]
+                out[indices] = attended.flatten(0, 1)[rows.filled]
             else:
                 out[rows.queries] = attended if isinstance(rows.queries, Tensor) else attended[0]
         return out[None]

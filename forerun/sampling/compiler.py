@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from forerun.errors import BusyError, RequestError
-from forerun.hardware import give_back, heap
+from forerun.hardware import heap, trim_heap
 from forerun.sampling.grammar import Grammar, short
 from forerun.sampling.matcher import Compiled, MaskThreads, Matcher, bits
 from forerun.worker_process import WALL, RefusedError, WorkerProcess, WorkerProcessError, own_work
@@ -269,14 +269,14 @@ def measure(
     """
     with own_work():
         tokenizer = _byte_tokenizer(vocab, last, special)
-        give_back()
+        trim_heap()
     before = heap()
     start = time.thread_time()
     core = build(Grammar(kind, text), tokenizer)
     if isinstance(core, BaseException):
         raise RequestError(_reason(core))
     seconds = time.thread_time() - start
-    give_back()
+    trim_heap()
     return max(0, heap() - before), seconds
 
 

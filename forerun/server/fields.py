@@ -284,7 +284,7 @@ def resolve(value: Json, known: Collection[str], table: Table) -> tuple[Json, tu
 
     Raises ApiError for unknown fields and for values that are refused.
     """
-    ours: Json = {name: item for name, item in value.items() if name in known}
+    own: Json = {name: item for name, item in value.items() if name in known}
     ignored: list[str] = []
     restricted: list[tuple[str, Any, Restricted]] = []
     for name, item in value.items():
@@ -296,27 +296,27 @@ def resolve(value: Json, known: Collection[str], table: Table) -> tuple[Json, tu
         if item is None or (isinstance(rule, NoEffect) and item in ([], {})):
             continue  # it means the same as an absent field
         if isinstance(rule, Alias):
-            _apply_alias(ours, name, item, rule, known)
+            _apply_alias(own, name, item, rule, known)
         elif isinstance(rule, NoEffect):
             ignored.append(name)
         else:
             restricted.append((name, item, rule))
     for name, item, rule in restricted:  # `when` looks at the fields that aliases have set
-        if item not in rule.values and rule.when(ours):
+        if item not in rule.values and rule.when(own):
             given = f"={shown(item)}" if isinstance(item, (bool, int, float, str)) else ""
             raise ApiError(400, f"{name}{given} is not supported: {rule.advice}", name)
-    return ours, tuple(ignored)
+    return own, tuple(ignored)
 
 
-def _apply_alias(ours: Json, name: str, value: Any, rule: Alias, known: Collection[str]) -> None:
+def _apply_alias(own: Json, name: str, value: Any, rule: Alias, known: Collection[str]) -> None:
     target = next((target for target in rule.targets if target in known), None)
     if target is None:
         raise ApiError(400, f"{name} is not supported by this endpoint: leave it out", name)
     converted = rule.convert(name, value)
-    if ours.get(target) not in (None, converted):
+    if own.get(target) not in (None, converted):
         message = f"{name} sets {target}, which another field of the request sets too: give one"
         raise ApiError(400, message, name)
-    ours[target] = converted
+    own[target] = converted
 
 
 def unknown_field(name: str, known: Collection[str]) -> ApiError:

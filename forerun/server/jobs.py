@@ -23,7 +23,7 @@ from typing import Any
 from forerun.draft.proposer import Reference
 from forerun.engine.request import Request
 from forerun.errors import BusyError, ForerunError, LostError, RequestError
-from forerun.hardware import give_back, share_arenas
+from forerun.hardware import share_arenas, trim_heap
 from forerun.llm import LLM
 from forerun.runtime.program import release_buffers
 from forerun.sampling.matcher import Compiled
@@ -381,7 +381,7 @@ class EngineService:
         with the bodies of their requests, and buffers that grew to the longest pass.
         """
         released = (gc.collect, release_buffers) if release else ()
-        for work in (self.llm.cost_store.save, *released, give_back):
+        for work in (self.llm.cost_store.save, *released, trim_heap):
             try:
                 work()
             except Exception:

@@ -35,53 +35,53 @@ SLICE_CHARACTERS = 1 << 16  # characters of a string that are written in one pie
 PART_BYTES = 1 << 16  # minimal size of a part that is sent
 SLICE_LEVELS = 5  # nesting down to the entries of log-probabilities
 
-# Estimates the bytes of a response from its orders and the number of tokens for each.
+# Estimates the bytes of a response from its jobs and the number of tokens of each.
 SizeEstimate = Callable[[Sequence[Job], Sequence[int]], int]
 
 
-def choice_size(order: Job, num_tokens: int, logprob_bytes: int, token_ids: bool) -> int:
+def choice_size(job: Job, num_tokens: int, logprob_bytes: int, token_ids: bool) -> int:
     """Estimate the bytes of a choice; `token_ids` says whether it lists them."""
     token = TOKEN_BYTES + (TOKEN_ID_BYTES if token_ids else 0)
-    if order.params.logprobs is not None:
-        token += logprob_bytes * (1 + order.params.logprobs)
+    if job.params.logprobs is not None:
+        token += logprob_bytes * (1 + job.params.logprobs)
     return CHOICE_BYTES + num_tokens * token
 
 
-def prompt_logprobs_size(order: Job, logprob_bytes: int) -> int:
+def prompt_logprobs_size(job: Job, logprob_bytes: int) -> int:
     """Estimate the bytes of the log-probabilities of a prompt."""
-    count = order.params.prompt_logprobs
-    return 0 if count is None else len(order.tokens) * logprob_bytes * (1 + count)
+    count = job.params.prompt_logprobs
+    return 0 if count is None else len(job.tokens) * logprob_bytes * (1 + count)
 
 
-def limit_orders(orders: Sequence[Job], context: int, estimate: SizeEstimate) -> Sequence[Job]:
-    """Return the orders of a response that is not too large.
+def limit_jobs(jobs: Sequence[Job], context: int, estimate: SizeEstimate) -> Sequence[Job]:
+    """Return the jobs of a response that is not too large.
 
-    Orders without a limit of their own (`fills`) get one where that makes the response fit.
+    Jobs without a limit of their own (`fills`) get one where that makes the response fit.
     `context` is the number of tokens of a prompt and its answer. Raises ApiError.
     """
-    lengths = [max(0, min(o.params.length_limit, context - len(o.tokens))) for o in orders]
-    size = estimate(orders, lengths)
-    if size > MAX_BYTES and any(order.fills for order in orders):
-        empty = estimate(orders, [0] * len(orders))
-        per_token = estimate(orders, [1] * len(orders)) - empty
+    lengths = [max(0, min(job.params.length_limit, context - len(job.tokens))) for job in jobs]
+    size = estimate(jobs, lengths)
+    if size > MAX_BYTES and any(job.fills for job in jobs):
+        empty = estimate(jobs, [0] * len(jobs))
+        per_token = estimate(jobs, [1] * len(jobs)) - empty
         fitting = (MAX_BYTES - empty) // per_token
         if fitting >= MIN_TOKENS:
-            limits = [min(order.params.length_limit, fitting) for order in orders]
+            limits = [min(job.params.length_limit, fitting) for job in jobs]
             return [
-                replace(order, params=replace(order.params, max_tokens=limit))
-                for order, limit in zip(orders, limits, strict=True)
+                replace(job, params=replace(job.params, max_tokens=limit))
+                for job, limit in zip(jobs, limits, strict=True)
             ]
     advice = "completions (n), tokens (max_tokens) or log-probabilities (logprobs)"
     check_size(size, f"ask for fewer {advice}, or leave echo out")
-    return orders
+    return jobs
 
 
 def check_size(size: int, advice: str) -> None:
     """Raise ApiError if a response of about `size` bytes is too large."""
     if size > MAX_BYTES:
-        asked = f"this asks for a response of about {size / (1 << 20):.4g} MiB"
+        problem = f"this asks for a response of about {size / (1 << 20):.4g} MiB"
         limit = f"this server sends at most {MAX_BYTES / (1 << 20):.4g}"
-        raise ApiError(400, f"{asked}, {limit}: {advice}")
+        raise ApiError(400, f"{problem}, {limit}: {advice}")
 
 
 def json_slices(value: Any, levels: int = SLICE_LEVELS) -> Iterator[str]:

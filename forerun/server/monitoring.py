@@ -338,10 +338,10 @@ class _VllmNames(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = {family.name: family for family in self.registry.collect()}
-        for theirs, (ours, labels) in VLLM_COUNTERS.items():
-            family = CounterMetricFamily(theirs, f"As {ours}", labels=labels or None)
+        for vllm_name, (own_name, labels) in VLLM_COUNTERS.items():
+            family = CounterMetricFamily(vllm_name, f"As {own_name}", labels=labels or None)
             totals: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
-            for sample in families[ours].samples:
+            for sample in families[own_name].samples:
                 if sample.name.endswith("_total"):
                     # vLLM counts positions from 0
                     key = tuple(str(int(sample.labels[name]) - 1) for name in labels)
@@ -349,17 +349,18 @@ class _VllmNames(Collector):
             for key, value in totals.items():
                 family.add_metric(list(key), value)
             yield family
-        for theirs, ours in VLLM_GAUGES.items():
-            yield GaugeMetricFamily(theirs, f"As {ours}", families[ours].samples[0].value)
+        for vllm_name, own_name in VLLM_GAUGES.items():
+            value = families[own_name].samples[0].value
+            yield GaugeMetricFamily(vllm_name, f"As {own_name}", value)
         pages = self.service.llm.engine.target.cache.pages
         cache = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache", labels=["block_size", "num_gpu_blocks"]
         )
         cache.add_metric([str(pages.size), str(pages.count)], 1)
         yield cache
-        for theirs, ours in VLLM_HISTOGRAMS.items():
-            renamed = Metric(theirs, families[ours].documentation, "histogram")
-            for sample in families[ours].samples:
-                name = sample.name.replace(ours, theirs, 1)
+        for vllm_name, own_name in VLLM_HISTOGRAMS.items():
+            renamed = Metric(vllm_name, families[own_name].documentation, "histogram")
+            for sample in families[own_name].samples:
+                name = sample.name.replace(own_name, vllm_name, 1)
                 renamed.add_sample(name, sample.labels, sample.value)
             yield renamed

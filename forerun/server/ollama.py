@@ -447,8 +447,8 @@ async def _generate(
     def prepare() -> tuple[Chat, list[Job]]:
         return prepare_chat(state, read(), None if raw is None else state.tokens(raw))
 
-    chat, orders = await state.prepare(prepare)
-    return await respond(state, Ollama(chat, body), orders, http)
+    chat, jobs = await state.prepare(prepare)
+    return await respond(state, Ollama(chat, body), jobs, http)
 
 
 def _mount_embeddings(app: FastAPI, state: ServerState, embedder: Embedder) -> None:

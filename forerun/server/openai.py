@@ -63,15 +63,15 @@ async def completions(state: ServerState, body: CompletionRequest, http: Request
     state.check(body.model)
     prompts = _check_completion(body)
     count = len(prompts) * max(1, body.n or 1)
-    formatter, orders = await state.prepare(_prepare_completion, state, body, prompts, count=count)
-    return await respond(state, formatter, orders, http)
+    formatter, jobs = await state.prepare(_prepare_completion, state, body, prompts, count=count)
+    return await respond(state, formatter, jobs, http)
 
 
 async def chat(state: ServerState, body: ChatRequest, http: Request) -> Response:
     """Answer /v1/chat/completions."""
     state.check(body.model)
-    formatter, orders = await state.prepare(prepare_chat, state, body, count=max(1, body.n or 1))
-    return await respond(state, formatter, orders, http)
+    formatter, jobs = await state.prepare(prepare_chat, state, body, count=max(1, body.n or 1))
+    return await respond(state, formatter, jobs, http)
 
 
 # Requests
@@ -116,8 +116,8 @@ def _prepare_completion(
         llm, body, limit, body.logprobs, grammar_of(body.response_format), max(scored, default=None)
     )
     token_ids = [state.tokens(prompt) for prompt in prompts]
-    orders = make_orders(llm, token_ids, params, body, fill=limit == FILL_CONTEXT)
-    return Completions(state, body, params.n, params.seed, token_ids), orders
+    jobs = make_jobs(llm, token_ids, params, body, fill=limit == FILL_CONTEXT)
+    return Completions(state, body, params.n, params.seed, token_ids), jobs
 
 
 def prepare_chat(
@@ -153,10 +153,10 @@ def prepare_chat(
     )
     prediction = text_of(body.prediction.content) if body.prediction else None
     fill = limit is None or limit == FILL_CONTEXT
-    orders = make_orders(llm, [prompt], params, body, prediction, fill=fill)
+    jobs = make_jobs(llm, [prompt], params, body, prediction, fill=fill)
     formatter = Chat(state, body, params.n, params.seed)
     formatter.ignored = [*formatter.ignored, *fields_without_effect(llm, body)]
-    return formatter, orders
+    return formatter, jobs
 
 
 def _default_chat_tokens(
@@ -199,7 +199,7 @@ def sampling_params(
 
     Absent fields default to the values the model recommends, or else to forerun's. Without a
     seed, or with a negative one, a random seed is drawn and returned, so that the answer can be
-    repeated. `max_tokens` may be FILL_CONTEXT: `make_orders` computes the rest of the context for
+    repeated. `max_tokens` may be FILL_CONTEXT: `make_jobs` computes the rest of the context for
     each prompt.
     Raises ApiError, RequestError.
     """
@@ -231,7 +231,7 @@ def _token_id(text: str) -> int:
     return token
 
 
-def make_orders(
+def make_jobs(
     llm: LLM,
     prompts: Sequence[list[int]],
     params: SamplingParams,
@@ -250,16 +250,16 @@ def make_orders(
         draft = with_references(draft)
     trace_ = bool(request.trace)
     tenant = tenant_of(request.cache_salt)
-    orders = []
+    jobs = []
     for tokens in prompts:
         own = [reference.behind(len(tokens)) for reference in references]
         room = max(1, llm.room - len(tokens))
         limited = replace(params, max_tokens=min(params.length_limit, room)) if fill else params
-        orders += [
+        jobs += [
             Job(tokens, each, draft, depth, rule, own, trace_, tenant, fill, client=CLIENT.get())
             for each in separate(limited)
         ]
-    return orders
+    return jobs
 
 
 def _speculation(llm: LLM, given: bool | Speculative | None) -> tuple[str, int | str, str | None]:
@@ -300,10 +300,10 @@ class Choices(Formatter):
             "seed": seed,
         }
 
-    def estimate_size(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
-        size = super().estimate_size(orders, lengths)
+    def estimate_size(self, jobs: Sequence[Job], lengths: Sequence[int]) -> int:
+        size = super().estimate_size(jobs, lengths)
         if self.body.prompt_logprobs is not None:
-            size += sum(prompt_logprobs_size(order, LONG_LOGPROB_BYTES) for order in orders)
+            size += sum(prompt_logprobs_size(job, LONG_LOGPROB_BYTES) for job in jobs)
         return size
 
     def full(self, outputs: Sequence[Output]) -> Json:
@@ -381,11 +381,11 @@ class Completions(Choices):
             self.echo_pieces = [_pieces(tokenizer, prompt) for prompt in prompts]
             self.echoes = ["".join(pieces) for pieces in self.echo_pieces]
 
-    def estimate_size(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
-        size = super().estimate_size(orders, lengths)
+    def estimate_size(self, jobs: Sequence[Job], lengths: Sequence[int]) -> int:
+        size = super().estimate_size(jobs, lengths)
         size += self.n * sum(len(echo.encode()) for echo in self.echoes)
         if self.echo_pieces:
-            size += sum(prompt_logprobs_size(order, self.logprob_bytes) for order in orders)
+            size += sum(prompt_logprobs_size(job, self.logprob_bytes) for job in jobs)
         return size
 
     def choice(self, output: Output, index: int) -> Json:

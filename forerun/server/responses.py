@@ -40,11 +40,11 @@ async def responses(state: ServerState, body: ResponsesRequest, http: Request) -
         raise ApiError(400, message, "background")
     state.check(body.model)
     try:
-        chat, orders = await state.prepare(lambda: prepare_chat(state, to_chat(body)))
+        chat, jobs = await state.prepare(lambda: prepare_chat(state, to_chat(body)))
     except ApiError as error:
         error.param = "input" if error.param == "messages" else error.param
         raise
-    return await respond(state, Responses(chat, body), orders, http)
+    return await respond(state, Responses(chat, body), jobs, http)
 
 
 def to_chat(body: ResponsesRequest) -> ChatRequest:
@@ -190,10 +190,10 @@ class Responses(Formatter):
     def _call_events(self, item: Json, index: int) -> Iterable[str]:
         arguments = item["arguments"]
         position = {"item_id": item["id"], "output_index": index}
-        begun = item | {"arguments": "", "status": "in_progress"}
+        started = item | {"arguments": "", "status": "in_progress"}
         done = {"name": item["name"], "arguments": arguments}
         kind = "response.function_call_arguments"
-        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.output_item.added", output_index=index, item=started)
         yield self._event(f"{kind}.delta", **position, delta=arguments)
         yield self._event(f"{kind}.done", **position, **done)
 
@@ -234,8 +234,8 @@ class Responses(Formatter):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": _given(body.temperature, chat.sampling["temperature"]),
-            "top_p": _given(body.top_p, chat.sampling["top_p"]),
+            "temperature": _or_default(body.temperature, chat.sampling["temperature"]),
+            "top_p": _or_default(body.top_p, chat.sampling["top_p"]),
             "text": {"format": format_},
             "tool_choice": (
                 choice.model_dump() if isinstance(choice, FlatToolChoice) else choice or "auto"
@@ -266,7 +266,7 @@ class Responses(Formatter):
         }
 
 
-def _given(value: float | None, default: float) -> float:
+def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 

@@ -148,9 +148,9 @@ class ConnectionPool:
         If all of them exceed --max-unread, the connection with the most is closed.
         """
         self._unread.add(connection)
-        sizes = {one: one.transport.get_write_buffer_size() for one in self._unread}
+        sizes = {unread: unread.transport.get_write_buffer_size() for unread in self._unread}
         while sum(sizes.values()) > self.settings.max_unread:
-            largest = max(sizes, key=lambda one: sizes[one])
+            largest = max(sizes, key=lambda unread: sizes[unread])
             log.warning(
                 "clients have not taken %d bytes of their answers: the largest of them ends",
                 self.settings.max_unread,

@@ -41,11 +41,11 @@ class Formatter:
         self.streams = streams
         self.ignored = ignored
 
-    def estimate_size(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
-        """Estimate the bytes of the response with this number of tokens for each order."""
+    def estimate_size(self, jobs: Sequence[Job], lengths: Sequence[int]) -> int:
+        """Estimate the bytes of the response with this number of tokens for each job."""
         return sum(
-            choice_size(order, count, self.logprob_bytes, self.token_ids)
-            for order, count in zip(orders, lengths, strict=True)
+            choice_size(job, count, self.logprob_bytes, self.token_ids)
+            for job, count in zip(jobs, lengths, strict=True)
         )
 
     def full(self, outputs: Sequence[Output]) -> Json:
@@ -75,12 +75,12 @@ def sse(value: Json) -> str:
 
 
 async def respond(
-    state: ServerState, formatter: Formatter, orders: Sequence[Job], http: Request
+    state: ServerState, formatter: Formatter, jobs: Sequence[Job], http: Request
 ) -> Response:
-    """Run the orders and send their outputs. They are cancelled when the client disconnects."""
+    """Run the jobs and send their outputs. They are cancelled when the client disconnects."""
     service = state.service
-    orders = large_responses.limit_orders(orders, service.llm.room, formatter.estimate_size)
-    group = await state.submit(orders)
+    jobs = large_responses.limit_jobs(jobs, service.llm.room, formatter.estimate_size)
+    group = await state.submit(jobs)
     response: Response
     if formatter.streams:
         try:
@@ -108,8 +108,8 @@ async def _full(state: ServerState, formatter: Formatter, group: RequestHandle) 
         outputs[job.index].add(event)
         characters += len(event.text)
         check_size(characters, "its tokens are longer than usual: give a lower max_tokens or n")
-    orders = [output.job for output in outputs]
-    size = formatter.estimate_size(orders, [len(output.token_ids) for output in outputs])
+    jobs = [output.job for output in outputs]
+    size = formatter.estimate_size(jobs, [len(output.token_ids) for output in outputs])
     return await state.write(lambda: formatter.full(outputs), size)
 
 

@@ -197,13 +197,13 @@ def _make_table(
     from forerun.train.run import make_table
 
     with progress(as_json) as tell:
-        made = make_table(target, data, training, out, tell)
+        summary = make_table(target, data, training, out, tell)
     if as_json:
-        print_json({"directory": str(out), **asdict(made)})
+        print_json({"directory": str(out), **asdict(summary)})
         return
     print(
-        f"{out}: {made.entries:,} entries from {made.positions:,} positions of {made.texts} texts"
-        f" in {made.seconds:.0f} s\n"
+        f"{out}: {summary.entries:,} entries from {summary.positions:,} positions of"
+        f" {summary.texts} texts in {summary.seconds:.0f} s\n"
         f"next: forerun generate ...{_model_flag(target)} --draft suffix+recycle:{out}"
     )
 
@@ -220,13 +220,13 @@ def _make_shortlist(
     from forerun.train.run import make_shortlist
 
     with progress(as_json) as tell:
-        made = make_shortlist(target, data, size, training, out, tell)
+        summary = make_shortlist(target, data, size, training, out, tell)
     if as_json:
-        print_json({"file": str(out), **asdict(made)})
+        print_json({"file": str(out), **asdict(summary)})
         return
     print(
-        f"{out}: {made.tokens:,} of {made.vocab:,} tokens, {100 * made.covered:.2f} % of the"
-        f" {made.counted:,} counted ones, in {made.seconds:.0f} s\n"
+        f"{out}: {summary.tokens:,} of {summary.vocab:,} tokens, {100 * summary.covered:.2f} % of"
+        f" the {summary.counted:,} counted ones, in {summary.seconds:.0f} s\n"
         f"next: forerun generate ... --draft model:DRAFT_MODEL --draft-shortlist {out}"
     )
 

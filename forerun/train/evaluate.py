@@ -109,7 +109,7 @@ def held_out_prompts(held_out: Corpus, settings: Training) -> PromptSet:
             " could be continued: lower it, give longer texts, or hold out more of them"
         )
     tokens = held_out.prompts[: settings.evaluate_rows]
-    prompts = tuple(EvaluationPrompt(each, settings.tokens) for each in tokens)
+    prompts = tuple(EvaluationPrompt(prompt, settings.tokens) for prompt in tokens)
     return PromptSet(HELD_OUT, prompts, held_out.too_long)
 
 
@@ -137,11 +137,11 @@ def task_prompts(
     sets = []
     for kind in dict.fromkeys(task.category for task in tasks):
         tokens = [tuple(target.llm.tokens(task.prompt)) for task in tasks if task.category == kind]
-        short = [each for each in tokens if len(each) + MIN_TOKENS <= longest]
+        short = [prompt for prompt in tokens if len(prompt) + MIN_TOKENS <= longest]
         output = settings.tokens - settings.prompt_tokens
         prompts = tuple(
-            EvaluationPrompt(each, min(len(each) + output, longest))
-            for each in short[: settings.evaluate_rows]
+            EvaluationPrompt(prompt, min(len(prompt) + output, longest))
+            for prompt in short[: settings.evaluate_rows]
         )
         sets.append(PromptSet(kind, prompts, len(tokens) - len(short)))
     return sets
@@ -178,7 +178,7 @@ class Evaluator:
             )
         temperatures = (0.0, self.settings.temperature)
         grid = product(sets, temperatures, depths_up_to(self.settings.depth))
-        return [Case(*each) for each in grid]
+        return [Case(*conditions) for conditions in grid]
 
     @cached_property
     def texts(self) -> list[Example]:

@@ -90,8 +90,8 @@ class Report:
             "advice": self.advice(PLACEHOLDER),
         }
 
-    def advice(self, place: str) -> str:
-        """Return the advice for the drafter in `place`: to use it, or a remedy."""
+    def advice(self, directory: str) -> str:
+        """Return the advice for the drafter in `directory`: to use it, or a remedy."""
         settings, steps = self.settings, self.record.step
         finished = steps >= settings.steps or self.record.out_of_patience(settings.patience)
         remedy = (
@@ -103,7 +103,7 @@ class Report:
                 f"It was trained for {steps} steps, as many as fit into {settings.max_minutes:g}"
                 " minutes: give more --max-minutes, or an idle machine."
             )
-        return advice(self.measurements, place, self.target, remedy)
+        return advice(self.measurements, directory, self.target, remedy)
 
 
 def check_out(out: Path) -> None:
@@ -224,9 +224,9 @@ def table(measured: Sequence[TaskResult], depths: Sequence[int]) -> list[str]:
     ]
 
 
-def advice(measurements: Measurements, place: str, target: str | None, remedy: str) -> str:
-    """Return the advice for the drafter in `place`: to use it, or `remedy`."""
-    again = command(target, place)
+def advice(measurements: Measurements, directory: str, target: str | None, remedy: str) -> str:
+    """Return the advice for the drafter in `directory`: to use it, or `remedy`."""
+    again = command(target, directory)
     if measurements.speed is None:
         return (
             "It was not compared with what --draft auto selects, so nothing says that it is worth"
@@ -235,7 +235,7 @@ def advice(measurements: Measurements, place: str, target: str | None, remedy: s
     comparison = measurements.speed.comparison
     if comparison is None:
         return "It is what --draft auto selects already."
-    draft = comparison.draft.replace(PLACEHOLDER, place)
+    draft = comparison.draft.replace(PLACEHOLDER, directory)
     if comparison.is_better:
         return f"Use it: --draft {draft} has {comparison}."
     if not comparison.is_worse:
@@ -246,9 +246,9 @@ def advice(measurements: Measurements, place: str, target: str | None, remedy: s
     return f"Do not use it as it is: --draft {draft} has {comparison}. {remedy}"
 
 
-def command(target: str | None, place: str = PLACEHOLDER) -> str:
+def command(target: str | None, directory: str = PLACEHOLDER) -> str:
     """Return the command that measures a drafter again."""
-    words = ["forerun", "train", "--eval", place]
+    words = ["forerun", "train", "--eval", directory]
     if target:
         words += ["--target", target]
     return shlex.join(words)

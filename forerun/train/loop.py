@@ -412,12 +412,12 @@ def make_optimizers(
         if weight.requires_grad:
             inner = weight.ndim == 2 and not any(part in name for part in NOT_MUON)
             (matrices if kind == "muon" and inner else others).append(weight)
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(Muon(matrices, rate, weight_decay, dtype, MUON_SCALE * ADAMW_RMS))
+        optimizers.append(Muon(matrices, rate, weight_decay, dtype, MUON_SCALE * ADAMW_RMS))
     if others:
         adamw = torch.optim.AdamW(
             others, lr=rate, betas=ADAMW_BETAS, weight_decay=weight_decay, fused=True
         )
-        made.append(adamw)
-    return made
+        optimizers.append(adamw)
+    return optimizers

@@ -137,10 +137,10 @@ def measure_speed(
     default = automatic("auto", target.path, instructions)  # what --draft auto selects
     runner = target.runner(1, max(limit for _, limit in chosen))
     llm, own = _llm_with_drafters(target, recipe, directory, default, runner)
-    place, option = default.partition(":")[2], f"{recipe.draft}:{PLACEHOLDER}"
+    path, option = default.partition(":")[2], f"{recipe.draft}:{PLACEHOLDER}"
     auto = Arm("auto", "auto", proposer=draft_name(default))
     arms = [Arm(option, "auto", proposer=own)]
-    is_default = bool(place) and Path(place).resolve() == directory.resolve()
+    is_default = bool(path) and Path(path).resolve() == directory.resolve()
     if not is_default:
         arms.insert(0, Arm(f"suffix+{option}", "auto", proposer=f"suffix+{own}"))
     params = SamplingParams.pure(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)

@@ -236,15 +236,15 @@ class _Session:
         )
         self.lines: list[str] = []
         self.faults = Counter[str]()
-        self.begun = 0
+        self.num_begun = 0
 
     def write_group(self) -> None:
         """Begin `GROUP` texts and complete those that pass the filter."""
-        writer, numbers = self.writer, range(self.begun, self.begun + GROUP)
+        writer, numbers = self.writer, range(self.num_begun, self.num_begun + GROUP)
         openings = [writer.opening(number) for number in numbers]
         lengths = [len(opening) for opening in openings]
         params = [self._first_params(n, length) for n, length in zip(numbers, lengths, strict=True)]
-        self.begun += GROUP
+        self.num_begun += GROUP
         accepted: list[tuple[Request, list[int], SamplingParams]] = []
         for number, beginning in zip(numbers, self.target.generate(openings, params), strict=True):
             prompt, fault = self._check(beginning)
@@ -329,7 +329,7 @@ def write(
         before = len(lines)
         session.write_group()
         kept.append(len(lines) - before)
-        groups, seconds = session.begun // GROUP, clock() - began
+        groups, seconds = session.num_begun // GROUP, clock() - began
         if until and len(lines) >= enough and seconds * (groups + 1) / groups > until:
             break
     del lines[count:]
@@ -337,8 +337,8 @@ def write(
     why = ", ".join(f"{number} {fault}" for fault, number in faults.most_common()) or "none"
     if len(lines) < max(enough, 2):
         raise ForerunError(
-            f"the target writes too little to learn from: {len(lines)} of {session.begun} texts are"
-            f" usable (left out: {why}); give --data"
+            f"the target writes too little to learn from: {len(lines)} of {session.num_begun} texts"
+            f" are usable (left out: {why}); give --data"
         )
     tell.note(f"{len(lines)} texts {SOURCE} in {seconds:.0f} s; left out: {why}")
     return WrittenTexts(lines, faults["repeated"], faults.total() - faults["repeated"], seconds)

@@ -129,10 +129,10 @@ def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
                 return accepted
             rest = np.maximum(rest - q, 0)
             left = rest.sum()
-            whole = left + 1 - mass
-            if whole > 0:
-                rest = rest / whole
-                mass = left / whole
+            total = left + 1 - mass
+            if total > 0:
+                rest = rest / total
+                mass = left / total
         if node == 0 or coins.accept(mass, 1, node):
             return node, coins.draw(rest if rest.sum() > 0 else p[node], node)
         return None

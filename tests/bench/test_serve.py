@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from forerun import LLM, ConfigError, ForerunError, RequestError
-from forerun.bench.endpoint import Answer, Endpoint, SpecStats, one_line, request_prompt, spec_stats
+from forerun.bench.endpoint import (
+    Answer,
+    Endpoint,
+    SpecStats,
+    printable,
+    request_prompt,
+    spec_stats,
+)
 from forerun.bench.serve import (
     INTERRUPTED,
     OFF,
@@ -402,7 +409,7 @@ def test_invalid_plans_endpoints_and_prompts() -> None:
     with pytest.raises(RequestError, match="no prompts"):
         measure_serving(ServePlan(endpoint=Endpoint(url)), [])
     assert request_prompt([1, 2], chat=False) == [1, 2]
-    assert one_line("a\x07\n" + "b" * 999).startswith("a bb")
+    assert printable("a\x07\n" + "b" * 999).startswith("a bb")
 
 
 @pytest.fixture

@@ -51,8 +51,8 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_stays(llm: LLM) -> 
         total += dropped
         assert done.stats.prompt_tokens + 32 <= talk.room == 512
         assert talk.messages[0] == {"role": "system", "content": "be brief"}
-        assert [m["role"] for m in talk.said] == ["user", "assistant"] * (len(talk.said) // 2)
-        assert len(talk.said) == 2 * (i + 1) - total and f"number {i}:" in talk.said[-2]["content"]
+        assert [m["role"] for m in talk.turns] == ["user", "assistant"] * (len(talk.turns) // 2)
+        assert len(talk.turns) == 2 * (i + 1) - total and f"number {i}:" in talk.turns[-2]["content"]
     assert total and total % 2 == 0
 
 
@@ -80,7 +80,7 @@ def test_the_system_message(commands: Commands) -> None:
     commands.run("/system be brief")
     turn(talk, "hello", 4)
     commands.run('/system """be\nlong"""')
-    assert commands.run("/system") == talk.system == "be\nlong" and len(talk.said) == 2
+    assert commands.run("/system") == talk.system == "be\nlong" and len(talk.turns) == 2
     commands.run("/clear")
     assert talk.messages == [{"role": "system", "content": "be\nlong"}]
     commands.run('/system ""')
@@ -89,13 +89,13 @@ def test_the_system_message(commands: Commands) -> None:
 
 def test_parameters_are_set_by_their_names(commands: Commands) -> None:
     parameters = commands.parameters
-    assert parameters.params.max_tokens == 512 and not parameters.asked("max_tokens")
+    assert parameters.params.max_tokens == 512 and not parameters.is_given("max_tokens")
     for line in ("top-p 0.9", "max_tokens 9", "seed 4", "stop the end", "ignore-eos true"):
         assert commands.run(f"/set {line}") == ""
     assert parameters.params == SamplingParams(
         temperature=0.5, top_p=0.9, max_tokens=9, seed=4, stop=["the end"], ignore_eos=True
     ).resolved({})
-    assert parameters.asked("max_tokens")
+    assert parameters.is_given("max_tokens")
     shown = commands.run("/show")
     assert "0.9 (/set)" in shown
     assert "0.5 (command line)" in shown
@@ -167,21 +167,21 @@ def test_a_saved_file_includes_dropped_turns(llm: LLM, tmp_path: Path, system: s
     assert f"{len(talk.forgotten)} messages" in Commands(talk, Parameters({})).run("/show")
     output = Commands(talk, Parameters({})).run(f"/save {file}")
     written = read(file)
-    assert f"{len(written)} messages" in output and written == talk.whole
+    assert f"{len(written)} messages" in output and written == talk.all_messages
     assert [m["content"] for m in written if m["role"] == "user"] == texts
     first = ["system"] if system else []
     assert [m["role"] for m in written] == first + ["user", "assistant"] * 12
     other = Conversation(llm)
     other.load(str(file))
-    assert other.whole == written and not other.forgotten
+    assert other.all_messages == written and not other.forgotten
     turn(other, "and then?", 32)
-    assert other.forgotten and other.whole[:-2] == written, (
+    assert other.forgotten and other.all_messages[:-2] == written, (
         "what does not fit is dropped again, and still kept"
     )
     other.system = "another"
-    assert other.whole[0]["content"] == "another" and len(other.whole) == 27
+    assert other.all_messages[0]["content"] == "another" and len(other.all_messages) == 27
     other.clear()
-    assert [m["role"] for m in other.whole] == ["system"]
+    assert [m["role"] for m in other.all_messages] == ["system"]
 
 
 @pytest.mark.parametrize(

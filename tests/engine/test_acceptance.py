@@ -17,7 +17,7 @@ def test_an_estimate_is_recomputed_after_enough_rounds_of_other_requests() -> No
         busy.add(4, 4)
         source.add(busy, 4)
     later = source.estimate(idle)
-    assert later is not first and later.survival(1) > first.survival(1) + 0.05
+    assert later is not first and later.chain_prob(1) > first.chain_prob(1) + 0.05
     assert source.estimate(idle) is later
 
 

@@ -91,7 +91,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for letter, name in (("b", "begin"), ("l", "launch"), ("r", "land")):
+    for letter, name in (("b", "begin"), ("l", "launch"), ("r", "collect")):
         monkeypatch.setattr(DeviceRounds, name, noted(letter, getattr(DeviceRounds, name)))
     return found
 

@@ -38,7 +38,7 @@ def step(
     overlap = Overlap(policy, waiting_is_free)
     for number in (1, 2):
         row = DraftRequest(number, [1], SamplingParams(), Noise(0, 0), 2)
-        overlap.note_asked(busy, [number], [row])
+        overlap.note_requests(busy, [number], [row])
     overlap.record_draft(busy, 2, 0.5, 2)
     drafts = {i: Draft.chain(1, [2] if i in drafted else [], "busy") for i in (1, 2)}
     with overlap.during_forward(drafts):
@@ -82,7 +82,7 @@ def test_a_pass_without_overlap_is_measured() -> None:
 
 def test_the_overlap_ends_if_the_pass_fails() -> None:
     busy, overlap = Busy(), Overlap(trained_policy())
-    overlap.note_asked(busy, [1], [DraftRequest(1, [1], SamplingParams(), Noise(0, 0), 2)])
+    overlap.note_requests(busy, [1], [DraftRequest(1, [1], SamplingParams(), Noise(0, 0), 2)])
     with pytest.raises(ZeroDivisionError), overlap.during_forward({1: Draft.chain(1, [2], "busy")}):
         raise ZeroDivisionError
     assert busy.ended == 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.kernels import experts, reference
 from forerun.kernels.device_matrix import DeviceMatrix
-from forerun.kernels.experts import ExpertMlps, by_expert, can_group, every, gathered, grouped
+from forerun.kernels.experts import ExpertMlps, by_expert, can_group, dense, gathered, grouped
 from forerun.models.decoder import Decoder
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
@@ -59,7 +59,7 @@ def calls_of(decoder: Decoder, tokens: int = 9) -> list[Call]:
 def compare(call: Call, slack: float = 1e-9) -> None:
     """Compare all forms with the reference."""
     expected = by_expert(*call)
-    forms = [experts.on_device, every, gathered]
+    forms = [experts.on_device, dense, gathered]
     if call[0].dtype == torch.float32 and isinstance(call[3].up, Tensor):
         forms.append(grouped)
     for form in forms:
@@ -107,7 +107,7 @@ def random_mlps(count: int, inner: int, width: int) -> ExpertMlps:
 
 def test_few_pairs_gather_experts_and_many_compute_all(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
-    for form in (every, gathered):
+    for form in (dense, gathered):
         name = form.__name__
         monkeypatch.setattr(experts, name, lambda *_, name=name: names.append(name))
     mlps, x = random_mlps(12, 4, 8), torch.zeros(6, 8)
@@ -116,7 +116,7 @@ def test_few_pairs_gather_experts_and_many_compute_all(monkeypatch: pytest.Monke
         experts.on_device(x[:tokens], torch.zeros(tokens, 2, dtype=torch.int64), None, mlps)
     for tokens in (6, 7):
         experts.on_device(x[:tokens], torch.zeros(tokens, 2, dtype=torch.int64), None, packed)
-    assert names == ["gathered", "every", "gathered", "every"]
+    assert names == ["gathered", "dense", "gathered", "dense"]
 
 
 def test_a_row_that_is_not_finite_changes_no_other() -> None:
@@ -125,7 +125,7 @@ def test_a_row_that_is_not_finite_changes_no_other() -> None:
     choice = torch.tensor([[0, 5], [1, 2], [0, 1], [3, 4], [5, 0]])
     broken = x.clone()
     broken[1], broken[3] = torch.nan, torch.inf
-    for form in (every, gathered, grouped):
+    for form in (dense, gathered, grouped):
         kept = form(broken, choice, None, mlps)[[0, 2, 4]]
         torch.testing.assert_close(kept, form(x, choice, None, mlps)[[0, 2, 4]])
 
@@ -137,7 +137,7 @@ def test_grouped_products_are_for_gpus_and_bfloat16() -> None:
     assert F.grouped_mm is not None  # available in the oldest supported torch
 
 
-@pytest.mark.parametrize("form", [experts.on_device, every, gathered, grouped, by_expert])
+@pytest.mark.parametrize("form", [experts.on_device, dense, gathered, grouped, by_expert])
 def test_only_the_reference_makes_the_host_wait(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call = calls_of(tiny.decoder(tiny.family("gpt_oss"), torch.float32))[0]
     with monkeypatch.context() as patch, SyncCounter(patch) as syncs:
@@ -156,7 +156,7 @@ def test_experts_in_a_cuda_graph(dtype: torch.dtype) -> None:
     x = torch.randn(5, 64).to(device, dtype)
     choice = torch.tensor([[0, 5], [1, 2], [0, 1], [3, 4], [5, 0]]).to(device)
     expected = by_expert(x, choice, None, mlps).float()
-    for form in (experts.on_device, every, gathered):
+    for form in (experts.on_device, dense, gathered):
         for _ in range(2):
             form(x, choice, None, mlps)
         graph = torch.cuda.CUDAGraph()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from forerun.cache.attention import Segment
 from forerun.kernels import experts
-from forerun.kernels.experts import every
+from forerun.kernels.experts import dense
 from forerun.models.decoder import Decoder
 from forerun.runtime.captured import CapturedPass, CudaGraphs, cuda_graphs
 from forerun.runtime.padded_pass import PassShape, TreeShape, shape_of
@@ -366,7 +366,7 @@ def test_padding_uses_the_experts_of_the_first_token(monkeypatch: pytest.MonkeyP
 
     def noted(*call: Any) -> Tensor:
         choices.append(call[1])
-        return every(*call)
+        return dense(*call)
 
     monkeypatch.setattr(experts, "on_device", noted)
     runner = Runner(

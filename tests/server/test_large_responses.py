@@ -19,7 +19,7 @@ from forerun.server.large_responses import (
     body_of,
     choice_size,
     json_slices,
-    limit_orders,
+    limit_jobs,
 )
 from tests.server.serving import Serving
 
@@ -102,9 +102,9 @@ def test_the_estimate_is_close_to_the_size(
 
     def recorded(jobs: Any, context: int, estimate: Any) -> Any:
         found.append(estimate(jobs, [job.params.max_tokens for job in jobs]))
-        return limit_orders(jobs, context, estimate)
+        return limit_jobs(jobs, context, estimate)
 
-    monkeypatch.setattr(large_responses, "limit_orders", recorded)
+    monkeypatch.setattr(large_responses, "limit_jobs", recorded)
     response = serve.http.post(path, json=body | {"ignore_eos": True, "temperature": 0})
     assert response.status_code == 200 and len(found) == 1
     assert 0.2 < len(response.content) / found[0] < 1.6  # the tiny model's tokens are short
@@ -121,9 +121,9 @@ def test_usual_requests_of_large_models_are_accepted() -> None:
         return sum(choice_size(o, count, LONG_LOGPROB_BYTES, False) for o, count in pairs)
 
     for jobs in ([job(131072)], [job(131072)] * 16, [job(131072, 1)], [job(8192, 20)]):
-        assert limit_orders(jobs, 1 << 17, estimate) is jobs
+        assert limit_jobs(jobs, 1 << 17, estimate) is jobs
     with pytest.raises(ApiError, match="MiB"):
-        limit_orders([job(131072, 5)] * 16, 1 << 17, estimate)
+        limit_jobs([job(131072, 5)] * 16, 1 << 17, estimate)
 
 
 def test_a_large_response_is_sent_in_parts() -> None:

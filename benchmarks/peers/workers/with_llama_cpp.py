@@ -103,13 +103,13 @@ class LlamaCpp:
         )
         self.speculative = worker.MANY if self.drafter or options["lookup"] else 0
 
-    def _load(self, place: str, form: str, options: dict[str, Any]) -> Model:
-        if Path(place).is_file():
-            return Model(Path(place), options)
+    def _load(self, path: str, form: str, options: dict[str, Any]) -> Model:
+        if Path(path).is_file():
+            return Model(Path(path), options)
         from write_gguf import convert
 
-        path = worker.converted(options["converted"], place, f"{form}.gguf")
-        convert(Path(place), form, path)
+        converted = worker.converted(options["converted"], path, f"{form}.gguf")
+        convert(Path(path), form, converted)
         return Model(path, options)
 
     def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:

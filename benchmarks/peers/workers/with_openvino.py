@@ -59,12 +59,12 @@ class OpenVino:
 
     def _convert(self, directory: str, form: str) -> str:
         """Return the directory of a converted model; written completely or not at all."""
-        place = worker.converted(self.options["converted"], directory, f"{form}.openvino")
-        if place.is_dir():
-            return str(place)
+        converted = worker.converted(self.options["converted"], directory, f"{form}.openvino")
+        if converted.is_dir():
+            return str(converted)
         from write_gguf import convert
 
-        work = place.with_name(f".{place.name}")
+        work = converted.with_name(f".{converted.name}")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
@@ -75,10 +75,10 @@ class OpenVino:
             )
             file.unlink()
             save_tokenizer(work)
-            work.replace(place)
+            work.replace(converted)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        return str(place)
+        return str(converted)
 
     def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
         """As `worker.Engine.run`."""

@@ -42,8 +42,8 @@ class Server:
         try:
             return urllib.request.urlopen(request, timeout=WAIT)
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace")
-            raise ValueError(f"{self.url}{path} answers {error.code}: {said}") from None
+            answer = error.read(300).decode(errors="replace")
+            raise ValueError(f"{self.url}{path} answers {error.code}: {answer}") from None
         except urllib.error.URLError as error:
             raise ValueError(f"there is no server at {self.url}: {error.reason}") from None
 

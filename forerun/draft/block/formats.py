@@ -119,18 +119,18 @@ def as_speculators(raw: Json) -> Json:
     nested = raw.get("dflash_config") or {}
     if not isinstance(nested, dict):
         raise LoadError("dflash_config in config.json is not an object")
-    both, arch = raw | nested, arch_of(raw)
+    merged, arch = raw | nested, arch_of(raw)
     _check_supported(raw, nested)
-    found = {name: both[name] for name in COPIED if both.get(name) is not None}
-    found["speculators_model_type"] = "dspark" if both.get("markov_rank") else "dflash"
+    found = {name: merged[name] for name in COPIED if merged.get(name) is not None}
+    found["speculators_model_type"] = "dspark" if merged.get("markov_rank") else "dflash"
     found["transformer_layer_config"] = raw
     flags = [part.get(name) for name in FROM_ANCHOR for part in (nested, raw)]
     flags = [flag for flag in flags if flag is not None]
     found["sample_from_anchor"] = flags[0] if flags else arch == DEEPSPEC
-    if both.get("target_layer_ids") is not None:
-        ids = read_layer_ids(both, "target_layer_ids")
+    if merged.get("target_layer_ids") is not None:
+        ids = read_layer_ids(merged, "target_layer_ids")
         found["aux_hidden_state_layer_ids"] = [i + 1 for i in ids]
-    if arch.startswith("DFlash") and both.get("projector_type") is None:
+    if arch.startswith("DFlash") and merged.get("projector_type") is None:
         found.setdefault(NON_CAUSAL, True)  # z-lab's drafters
     if arch == DEEPSPEC and NON_CAUSAL not in found and SLIDING in str(raw.get("layer_types")):
         raise LoadError(

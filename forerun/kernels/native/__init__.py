@@ -295,8 +295,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # result and arguments of eac
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or None and the reason."""
-    given = os.environ.get("FORERUN_NATIVE")  # another build, such as one with sanitizers
-    path = Path(given) if given else next(Path(__file__).parent.glob("_native*.so"), None)
+    configured = os.environ.get("FORERUN_NATIVE")  # another build, such as one with sanitizers
+    path = Path(configured) if configured else next(Path(__file__).parent.glob("_native*.so"), None)
     if path is None:
         if platform.machine() not in ("x86_64", "AMD64"):
             return None, f"they exist only for x86-64, not for {platform.machine()}"

@@ -1,5 +1,5 @@
 // The suffix automaton of a growing text (Blumer et al. 1985): the smallest automaton of all its substrings. A state is a set
-// of substrings that end at the same places. Twin: `draft.automaton.TwinAutomaton`.
+// of substrings that end at the same positions. Twin: `draft.automaton.TwinAutomaton`.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -52,7 +52,7 @@ class Automaton {
     states.push_back({states.empty() ? -1 : 0, length, end, -1});
     return (int32_t)states.size() - 1;
   }
-  size_t place(int32_t state, int32_t token) const {  // of an edge in the table, or the free one where it would be
+  size_t slot_of(int32_t state, int32_t token) const {  // the edge's slot in the table, or the free one where it would be
     size_t at = mix((uint64_t)(uint32_t)state << 32 | (uint32_t)token);
     while (true) {
       at &= table.size() - 1;
@@ -61,13 +61,13 @@ class Automaton {
       at++;
     }
   }
-  int32_t find(int32_t state, int32_t token) const { return table[place(state, token)]; }
+  int32_t find(int32_t state, int32_t token) const { return table[slot_of(state, token)]; }
   void add_edge(int32_t state, int32_t token, int32_t to) {
     if (2 * (edges.size() + 1) > table.size()) {
       table.assign(4 * table.size(), -1);
-      for (size_t i = 0; i < edges.size(); i++) table[place(edges[i].state, edges[i].token)] = (int32_t)i;
+      for (size_t i = 0; i < edges.size(); i++) table[slot_of(edges[i].state, edges[i].token)] = (int32_t)i;
     }
-    table[place(state, token)] = (int32_t)edges.size();
+    table[slot_of(state, token)] = (int32_t)edges.size();
     edges.push_back({state, token, to, states[state].first});
     states[state].first = (int32_t)edges.size() - 1;
   }

@@ -24,7 +24,7 @@ enum Kind : int32_t {
   CUTOFF = 11, BLEND = 12, RESCALE = 13
 };
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2, FACTORS = 3 };  // FACTORS: only the weights
-enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2, GATED = 3 };  // GATED: what stands there is the gate
+enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2, GATED = 3 };  // GATED: the values already in `out` are the gates
 enum Activation : int32_t {  // CLAMPED_SWIGLU: only gated. XIELU: only LINEAR
   NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6, XIELU = 7, TANH = 8
 };
@@ -156,7 +156,7 @@ struct Chain {
   const int32_t *active;                    // [levels], never rising
   const Sampling *sampling;                 // [rows]
   const uint64_t *keys;                     // [levels][rows] streams of noise
-  int64_t *tokens;                          // [levels + 1][rows]: the first row is given, or sampled after `first`
+  int64_t *tokens;                          // [levels + 1][rows]: the first row is an input, or sampled after `first`
   const int64_t *ids;                       // [num_ids] tokens that the logits score, or null: all in order
   int32_t num_ids, state;                   // state: the buffer of the hidden states that accompany the next tokens
   const Program *begin;
@@ -169,7 +169,7 @@ struct Chain {
   int8_t *bins;                             // [levels + 1][rows]: confidence bin of each sampled token
   int64_t *alternatives;                    // [levels + 1][rows][NUM_ALTERNATIVES]: the likeliest other tokens; -1 is none
   int8_t *alternative_bins;                 // [levels + 1][rows][NUM_ALTERNATIVES]: their confidence bins
-  int32_t *counts;                          // [rows]: tokens behind the first row of `tokens` that are worth something
+  int32_t *counts;                          // [rows]: tokens behind the first row of `tokens` that count
 };
 // Bins of a drafter's probabilities; successors that are kept of a distribution; other tokens that are kept of each level.
 enum { CONFIDENCE_BINS = 16, NUM_SUCCESSORS = 8, NUM_ALTERNATIVES = 3 };

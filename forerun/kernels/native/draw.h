@@ -9,10 +9,10 @@
 
 namespace {
 
-// The token whose score is at place i: i itself, or that of a list.
+// The token whose score is at index i: i itself, or that of a list.
 inline int64_t token_at(const int64_t *ids, int i) { return ids ? ids[i] : i; }
 
-// The first 31 bits of the uniforms of the tokens at 16 places of `count`: those the last step of the finaliser leaves as
+// The first 31 bits of the uniforms of the tokens at 16 indices of `count`: those the last step of the finaliser leaves as
 // they are.
 inline vi beginnings(uint64_t key, int first, int count, const int64_t *ids) {
   typedef uint64_t words __attribute__((vector_size(REGISTER)));
@@ -67,7 +67,7 @@ inline vf roughly_exp(vf x) {
   return as_float(nearest((bounded * 1.44269504f + (127.0f - 0.0579f)) * (float)(1 << 23)));
 }
 
-// The place of the argmax of (x - shift) / temperature plus Gumbel noise, ties to the lowest; `winner` has the largest x. With u a
+// The argmax of (x - shift) / temperature plus Gumbel noise, ties to the lowest index; `winner` has the largest x. With u a
 // token's uniform and `behind` how far its score lies behind the best sum so far, it can win only if -log u <= exp(behind),
 // and 1 - u <= -log u: the first bits of u rule out most tokens without a logarithm, and without an exact exponential.
 int draw_scores(
@@ -97,17 +97,17 @@ int64_t draw(const float *scores, int vocab, uint64_t key) {
   return winner < 0 ? 0 : draw_scores(scores, vocab, 0.0f, 1.0f, key, winner);
 }
 
-// A token that is left by filters: its score, (logit - largest) / temperature, which is at most 0, and its place in the row.
+// A token that the filters keep: its score, (logit - largest) / temperature, which is at most 0, and its index in the row.
 struct Candidate {
   float score;
-  int32_t place;
-  bool operator<(const Candidate &other) const {  // the likeliest first, ties by place
-    return score > other.score || (score == other.score && place < other.place);
+  int32_t index;
+  bool operator<(const Candidate &other) const {  // the likeliest first, ties by index
+    return score > other.score || (score == other.score && index < other.index);
   }
 };
 using Candidates = std::vector<Candidate>;
 
-// Call `take(score, place)` for each score that is at least `bar` and not -inf, in the order of places; `take` returns the
+// Call `take(score, index)` for each score that is at least `bar` and not -inf, in the order of indices; `take` returns the
 // bar for later ones.
 template <class Take>
 void scan_scores(const float *x, int vocab, float shift, float temperature, float bar, const Take &take) {
@@ -129,8 +129,8 @@ void cut_to(Candidates &kept, int k) {
 void keep_top_k(const float *x, int vocab, float shift, float temperature, int k, Candidates &kept) {
   size_t room = std::max(2 * k, 256);
   float bar = -INFINITY;
-  scan_scores(x, vocab, shift, temperature, -INFINITY, [&](float score, int place) {
-    kept.push_back({score, place});
+  scan_scores(x, vocab, shift, temperature, -INFINITY, [&](float score, int index) {
+    kept.push_back({score, index});
     if (kept.size() < room) return bar;
     cut_to(kept, k);
     room = std::max(room, 2 * kept.size());
@@ -158,8 +158,8 @@ void keep_top_p(const float *x, int vocab, float shift, float temperature, doubl
   });
   for (float bar = -8.0f; found < top_p * total; bar = bar < -32.0f ? -INFINITY : bar - 8.0f) {
     kept.clear(), found = 0;
-    scan_scores(x, vocab, shift, temperature, bar, [&](float score, int place) {
-      kept.push_back({score, place}), found += exp((double)score);
+    scan_scores(x, vocab, shift, temperature, bar, [&](float score, int index) {
+      kept.push_back({score, index}), found += exp((double)score);
       return bar;
     });
     if (bar == -INFINITY) break;
@@ -183,8 +183,8 @@ int draw_filtered(const float *x, int vocab, float most, const Sampling &by, uin
   } else if (by.top_p < 1) {
     keep_top_p(x, vocab, most, by.temperature, by.top_p, kept);
   } else {
-    scan_scores(x, vocab, most, by.temperature, by.least, [&](float score, int place) {
-      kept.push_back({score, place});
+    scan_scores(x, vocab, most, by.temperature, by.least, [&](float score, int index) {
+      kept.push_back({score, index});
       return by.least;
     });
   }
@@ -192,8 +192,8 @@ int draw_filtered(const float *x, int vocab, float most, const Sampling &by, uin
   double best = -INFINITY;
   for (const Candidate &c : kept) {
     if (c.score < by.least) continue;
-    double sum = c.score + gumbel(key, token_at(ids, c.place));
-    if (sum > best || (sum == best && c.place < winner)) best = sum, winner = c.place;
+    double sum = c.score + gumbel(key, token_at(ids, c.index));
+    if (sum > best || (sum == best && c.index < winner)) best = sum, winner = c.index;
   }
   return winner;
 }

@@ -31,7 +31,7 @@ int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROU
 
 namespace {
 
-bool has_avxvnni() {  // asked for itself: older compilers do not know its name
+bool has_avxvnni() {  // from cpuid: older compilers do not know the feature's name
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
@@ -51,7 +51,7 @@ const Variant *choose(const char *name) {
 #endif
   if (avx2) usable[n++] = avx2_variant;
   usable[n++] = portable_variant;
-#if defined(EMULATED)  // for tests: usable everywhere, and the best of none
+#if defined(EMULATED)  // for tests: usable on every processor, never chosen as the best
   for (const Variant *emulated : {avx512_variant, avx512vnni_variant, avxvnni_variant}) usable[n++] = emulated;
 #endif
   for (int i = 0; i < n; i++)
@@ -63,7 +63,7 @@ const Variant *active = nullptr;
 
 int phases(const Op *op) { return op->kind == LINEAR ? 2 : 1; }
 
-// In how many items a phase is divided. Results do not depend on it: nothing is summed across items.
+// The number of items of a phase. Results do not depend on it: nothing is summed across items.
 int items(const Op *op, const Batch *b, int phase, int threads) {
   if (threads == 1) return 1;
   int rows = op->wanted ? b->wanted : b->tokens, most = 4 * threads, n = rows;
@@ -120,16 +120,16 @@ class Pool {
     }
   }
 
-  // Who holds an item that is not counted as done keeps the phase open, so what a phase is may be read without a lock.
+  // A thread whose item is not counted as done keeps the phase open, so the phase can be read without a lock.
   bool help(int me) {
     int done = 0, all = 0;
     for (int i = 0; i < threads_; i++) {
-      int whose = (me + i) % threads_;
-      std::atomic<uint64_t> &state = shares_[whose].state;
+      int owner = (me + i) % threads_;
+      std::atomic<uint64_t> &state = shares_[owner].state;
       for (uint64_t s = state.load(std::memory_order_acquire); s & LEFT;) {
         if (!state.compare_exchange_weak(s, s - 1, std::memory_order_acq_rel)) continue;
         all = items_, done++;
-        int item = share(all, whose, threads_).to - (int)(s & LEFT);
+        int item = share(all, owner, threads_).to - (int)(s & LEFT);
         if (job_) (*job_)(item);
         else variant_->op(program_, program_->ops + op_, batch_, item, all, phase_);
         s = state.load(std::memory_order_acquire);
@@ -156,7 +156,7 @@ class Pool {
   void publish(int op, int phase, int n) {
     op_ = op, phase_ = phase, items_ = n;
     done_.store(0, std::memory_order_relaxed);
-    phases_ += LEFT + 1;  // a number never used before
+    phases_ += LEFT + 1;  // a number that was never used before
     for (int i = 0; i < threads_; i++) {
       Share part = share(n, i, threads_);
       shares_[i].state.store(phases_ + (uint64_t)(part.to - part.from));
@@ -301,7 +301,7 @@ void sample_all(
   each_row(rows, [&](int r) {
     const float *row = at(program, batch, chain->logits, r);
     tokens[r] = std::max<int64_t>(active->sample(row, count, chain->sampling[r], keys[r], chain->ids), 0);
-  });  // logits that are not finite: any draft is right
+  });  // logits that are not finite: any draft is valid
 }
 
 // The confidence bin of a sampled token, and the likeliest alternatives with theirs: probabilities among the drafter's likeliest
@@ -316,11 +316,11 @@ int rate_token(
   if (!active->rank(logits, num_candidates(chain), tokens, logs)) return 0;
   for (int i = 0; i < NUM_SUCCESSORS && chain->ids; i++)
     if (tokens[i] >= 0) tokens[i] = (int32_t)chain->ids[tokens[i]];
-  const int place = (int)(std::find(tokens, tokens + NUM_SUCCESSORS, (int32_t)sampled) - tokens);
-  if (place == NUM_SUCCESSORS) return 0;
+  const int index = (int)(std::find(tokens, tokens + NUM_SUCCESSORS, (int32_t)sampled) - tokens);
+  if (index == NUM_SUCCESSORS) return 0;
   chances(tokens, logs, temperature, temperature > 0 ? &key : nullptr, chance);
-  const int own = std::min((int)(chance[place] * CONFIDENCE_BINS), CONFIDENCE_BINS - 1);
-  chance[place] = 0;
+  const int own = std::min((int)(chance[index] * CONFIDENCE_BINS), CONFIDENCE_BINS - 1);
+  chance[index] = 0;
   for (int found = 0; found < NUM_ALTERNATIVES; found++) {
     const int next = (int)(std::max_element(chance, chance + NUM_SUCCESSORS) - chance);
     if (!(chance[next] > 0)) break;
@@ -427,7 +427,7 @@ void draft_chain(const Rounds &r, const Head &head, int levels, const Progress &
   chain.hidden = hidden.data(), chain.acceptance = head.acceptance, chain.floors = &head.floor;
   chain.bins = bins.data(), chain.alternatives = alternatives.data(), chain.alternative_bins = alternative_bins.data(), chain.counts = &counted;
   forerun_chain(head.step, level.batch(0, std::min(levels, 1)), &chain);
-  weigh_nodes(head, tokens.data(), bins.data(), alternatives.data(), alternative_bins.data(), counted + 1, round);
+  order_nodes(head, tokens.data(), bins.data(), alternatives.data(), alternative_bins.data(), counted + 1, round);
 }
 
 // Verify a draft and commit what is accepted; false, with nothing done, where logits are not finite.
@@ -444,18 +444,18 @@ bool verify_and_commit(const Rounds &r, Progress &now, Round &round) {
   if (*std::min_element(drawn.begin(), drawn.end()) < 0) return false;
   const int begins = now.first + now.unread;  // of the states of this round's tokens
   for (int node = 0; node >= 0; round.accepted++) {
-    const int place = round.accepted;
-    if (place) round.path[place - 1] = node;
-    if (node != place) {
-      const int64_t from = r.line[now.length + node], to = r.line[now.length + place];
+    const int index = round.accepted;
+    if (index) round.path[index - 1] = node;
+    if (node != index) {
+      const int64_t from = r.line[now.length + node], to = r.line[now.length + index];
       if (b->kv_format == F32) move_row<uint32_t>(*b, r.layouts, from, to);
       else move_row<uint16_t>(*b, r.layouts, from, to);
     }
     for (int k = 0; k < r.layers; k++) {
       const int width = r.target->widths[r.logits + 1 + k];
-      memcpy(r.states[k] + (int64_t)(begins + place) * width, at(r.target, b, r.logits + 1 + k, node), (size_t)width * sizeof(float));
+      memcpy(r.states[k] + (int64_t)(begins + index) * width, at(r.target, b, r.logits + 1 + k, node), (size_t)width * sizeof(float));
     }
-    round.drawn[place] = (int32_t)drawn[node];
+    round.drawn[index] = (int32_t)drawn[node];
     int next = node + 1;
     while (next < rows && !(round.parents[next - 1] == node && round.tokens[next - 1] == drawn[node])) next++;
     node = next < rows ? next : -1;
@@ -558,9 +558,9 @@ void forerun_block(const Program *program, const Batch *batch, const Program *co
 }
 
 // Run rounds of one request until the text ends, a copy might pay, their number is reached or their time is up; returns how
-// many were run. A round whose logits are not finite is left to Python, which says so.
-int forerun_rounds(const Rounds *given) {
-  const Rounds &r = *given;
+// many were run. A round whose logits are not finite is left to Python, which reports it.
+int forerun_rounds(const Rounds *rounds) {
+  const Rounds &r = *rounds;
   Progress now{r.count, r.count - 1, r.head ? r.head->length : 0, 0, r.unread};
   const double began = clock_of(CLOCK_MONOTONIC);
   for (int done = 0; done < r.most; done++) {

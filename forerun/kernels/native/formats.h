@@ -19,7 +19,7 @@ namespace {
 struct Layout {
   int bits, group, offset;    // of a weight; inputs that share a scale; what is added to make integers unsigned
   bool two_level, minimum;    // the scale of a group is a byte times that of 256 inputs; groups have a least value
-  bool coded = false;         // the four bits are a place in MX_VALUES, and scales are bfloat16
+  bool coded = false;         // the four bits are an index into MX_VALUES, and scales are bfloat16
 };
 
 constexpr Layout layout(int format) {
@@ -55,7 +55,7 @@ constexpr int scale_bytes(int format, int inputs) {            // of a block, fo
 inline int64_t block_bytes(const Matrix &a) { return (int64_t)BLOCK * a.padded * layout(a.format).bits / 8; }
 
 // Where the number of input k of a block lies.
-inline int place(int bits, int k, int o) {  // byte of 8 bits, or that with the lower four
+inline int low_byte(int bits, int k, int o) {  // byte of 8 bits, or that with the lower four
   int t = k % 32 / 4, j = k % 4;
   return k / 32 * 128 * bits + (bits == 8 ? t * 128 : t / 2 * 128) + o * 4 + j;
 }
@@ -63,7 +63,7 @@ inline int upper(int bits, int k, int o) {  // byte with what is above the lower
   return k / 32 * 128 * bits + 512 + (bits == 6 ? k % 32 / 16 * 128 : 0) + o * 4 + k % 4;
 }
 inline int take(int bits, const uint8_t *block, int k, int o) {  // unsigned
-  int t = k % 32 / 4, low = block[place(bits, k, o)];
+  int t = k % 32 / 4, low = block[low_byte(bits, k, o)];
   if (bits == 8) return low;
   low = low >> (t % 2 * 4) & 15;
   if (bits == 4) return low;
@@ -72,7 +72,7 @@ inline int take(int bits, const uint8_t *block, int k, int o) {  // unsigned
 }
 inline void put(int bits, uint8_t *block, int k, int o, int q) {  // into zeros
   int t = k % 32 / 4;
-  uint8_t &low = block[place(bits, k, o)];
+  uint8_t &low = block[low_byte(bits, k, o)];
   if (bits == 8) {
     low = (uint8_t)q;
     return;

@@ -201,7 +201,7 @@ void multiply(const Program *p, const Op *op, const Batch *b, int item, int item
 }
 
 // The same where each row goes through experts of its own. An expert that a pass needs is read once, for all of its rows;
-// which those are is found anew by each item, in a time that is small beside a product.
+// each item finds them anew, which takes little time beside a product.
 void multiply_experts(const Program *p, const Op *op, const Batch *b, int item, int items) {
   const Matrix &a = op->matrix;
   const int slots = op->slots, entries = b->tokens * slots, blocks = a.outputs / BLOCK / op->experts;
@@ -281,7 +281,7 @@ void route_row(const Op *op, const float *logits, float *choice) {
     int best = -1;
     for (int e = 0; e < experts; e++)
       if (rank[e] > -INFINITY && (best < 0 || rank[e] > rank[best])) best = e;
-    if (best < 0) best = 0;  // scores that are not finite: any expert is right
+    if (best < 0) best = 0;  // scores that are not finite: any expert is valid
     choice[s] = (float)best, weights[s] = score[best];
     rank[best] = -INFINITY;
   }
@@ -460,7 +460,7 @@ void activate_row(float *x, int kind, int n) {
 
 namespace {
 
-// Keep a buffer as it is now: a hidden state for whoever drafts from it.
+// Copy a buffer as it is now: a hidden state that a drafter reads.
 void save(const Program *p, const Op *op, const Batch *b, int item, int items) {
   Share s = share(b->tokens, item, items);
   int n = p->widths[op->in];

@@ -78,7 +78,7 @@ template <int M, int C> struct Bf16Tile {
 };
 
 // Integer products: `add_int8` of TERMS inputs a lane, whose weights `int8_weights` picks from a line, and `add_small` of four
-// inputs with weights of up to six bits, whose sums `whole` makes integers of 32 bits.
+// inputs with weights of up to six bits, whose sums `to_int32` makes integers of 32 bits.
 #if defined(__AVXVNNI__)
 
 constexpr int TERMS = 4;
@@ -86,7 +86,7 @@ inline __m256i int8_weights(__m256i bytes, int) { return bytes; }
 INLINE inline void add_int8(__m256i &acc, __m256i w, __m256i x) { acc = _mm256_dpbusd_avx_epi32(acc, w, x); }
 INLINE inline void add_small(__m256i &acc, __m256i w, __m256i x) { acc = _mm256_dpbusd_avx_epi32(acc, w, x); }
 INLINE inline __m256i first_small(__m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), w, x); }
-inline __m256i whole(__m256i acc) { return acc; }
+inline __m256i to_int32(__m256i acc) { return acc; }
 constexpr int fit(int) { return 8; }
 
 #else
@@ -102,7 +102,7 @@ inline void to_integers(int16_t *to, vi x) {
   halves = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(halves, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
   _mm256_storeu_si256((__m256i *)to, halves);
 }
-// The compiler may add integers in any order, and takes one that needs more registers than there are: it is not asked.
+// Assembly, since the compiler would choose an order of additions that needs more registers than there are.
 INLINE inline void add_int8(__m256i &acc, __m256i w, __m256i x) {  // of 16 bits, summed in 32
   __m256i product;
   asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
@@ -113,7 +113,7 @@ INLINE inline void add_small(__m256i &acc, __m256i w, __m256i x) {
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(w), "x"(x));
 }
 INLINE inline __m256i first_small(__m256i w, __m256i x) { return _mm256_maddubs_epi16(w, x); }
-inline __m256i whole(__m256i acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
+inline __m256i to_int32(__m256i acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
 // How many of those fit: each is at most two products of 127 with 15, 31 or 63.
 constexpr int fit(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : 2; }
 
@@ -215,7 +215,7 @@ template <int F> struct GroupTiles {
                 if (j == 0) small[m][c] = first_small(v[c], x);
                 else add_small(small[m][c], v[c], x);););
           }
-          EACH(m, M, EACH(c, C, acc[m][c] = _mm256_add_epi32(acc[m][c], whole(small[m][c]));););
+          EACH(m, M, EACH(c, C, acc[m][c] = _mm256_add_epi32(acc[m][c], to_int32(small[m][c]));););
         }
       }
     }

@@ -95,7 +95,7 @@ inline vi bytes(const void *p) {
   memcpy(&v, p, 64);
   return v;
 }
-// Shifts of bytes by way of whole lanes: what comes in from neighbours is masked off by whoever calls.
+// Shifts of bytes by way of whole lanes: the caller masks off what comes in from neighbours.
 inline vi shifted(vi v, int n) {  // to the left, or right where n is negative
 #if defined(__AVX512F__)
   return n >= 0 ? v << (n & 31) : v >> (-n & 31);

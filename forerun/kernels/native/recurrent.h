@@ -92,7 +92,7 @@ void prepare_node(const Program *p, const Op *op, const Batch *b, const Recurren
   const int size = op->key_size, heads = op->value_heads;
   float *out = at(p, b, op->out, run.token(node)), *decay = out + op->channels, *factor = decay + heads;
   // [heads] of the decay, then those of beta; or null where decays are the same for all tokens
-  const float *given = op->gate < 0 ? nullptr : at(p, b, op->gate, run.token(node));
+  const float *inputs = op->gate < 0 ? nullptr : at(p, b, op->gate, run.token(node));
   if (op->delta) {
     auto normalise_all = [&](float *x, float scale) {
       for (int h = 0; h < op->key_heads; h++, x += size) {
@@ -107,12 +107,12 @@ void prepare_node(const Program *p, const Op *op, const Batch *b, const Recurren
   }
   for (int h = 0; h < heads; h++) {
     float step = 1.0f;
-    if (given) {
-      const float x = given[h] + op->decay_bias[h];
+    if (inputs) {
+      const float x = inputs[h] + op->decay_bias[h];
       step = x > 20.0f ? x : log1pf(expf(x));
     }
     decay[h] = expf(op->decay_rate[h] * step);
-    factor[h] = op->delta ? 1.0f / (1.0f + expf(-given[heads + h])) : step;
+    factor[h] = op->delta ? 1.0f / (1.0f + expf(-inputs[heads + h])) : step;
   }
   if (node < run.known) return;
   float *record = Half(op, r->to[run_]).row(node - run.known);
@@ -218,13 +218,13 @@ void keep_history(const Program *p, const Op *op, const Batch *b, const Recurren
   const Run run(r, run_);
   const Half from(op, r->from[run_]);
   for (int i = 0; i < op->taps - 1; i++) {  // the oldest first
-    const int place = applied - (op->taps - 1) + i;  // among pending and known tokens
+    const int index = applied - (op->taps - 1) + i;  // among pending and known tokens
     float *to = history + (int64_t)i * op->channels;
-    if (place >= run.pending) {
-      const float *row = at(p, b, op->conv_in, run.token(place - run.pending));
+    if (index >= run.pending) {
+      const float *row = at(p, b, op->conv_in, run.token(index - run.pending));
       for (int c = 0; c < op->channels; c++) to[c] = input_of(op, row, c);
     } else {
-      memcpy(to, place >= 0 ? from.row(place) : from.before(-place), sizeof(float) * op->channels);
+      memcpy(to, index >= 0 ? from.row(index) : from.before(-index), sizeof(float) * op->channels);
     }
   }
 }

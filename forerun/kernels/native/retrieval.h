@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint32_t BREAK = 0xffffffffu;
 constexpr int SORTED = 16;   // tokens of a suffix that its order depends on, and so the longest match
-constexpr int JUDGES = 64;   // occurrences, at most, that say what follows
+constexpr int VOTERS = 64;   // occurrences, at most, that vote on what follows
 
 struct Suffix {
   uint64_t next;  // its second and third token
@@ -26,7 +26,7 @@ struct Suffix {
 
 inline uint32_t token_at(const uint32_t *tokens, int64_t count, int64_t at) { return at < count ? tokens[at] : BREAK; }
 
-// Whether what stands at `a` comes before what stands at `b`, from the fourth token on; equal ones in their order.
+// Whether the suffix at `a` comes before that at `b`, from the fourth token on; equal ones in their order.
 bool comes_before(const uint32_t *tokens, int64_t count, const Suffix &a, const Suffix &b) {
   if (a.next != b.next) return a.next < b.next;
   for (int i = 3; i < SORTED && (uint32_t)a.next != BREAK; i++) {
@@ -69,7 +69,7 @@ void sort_suffixes(const uint32_t *tokens, int64_t count, int64_t vocab, int thr
   for (auto &worker : workers) worker.join();
 }
 
-// What stands at a place of texts that may be damaged.
+// The token at a position of texts that may be damaged.
 inline uint32_t known_at(const Texts &t, int64_t at) {
   return at < t.count && t.tokens[at] < (uint64_t)t.vocab ? t.tokens[at] : BREAK;
 }
@@ -106,24 +106,24 @@ void occurrences(const Texts &t, const uint32_t *pattern, int length, int64_t *f
   *last = low;
 }
 
-// What most of the occurrences [first, last) go on with behind `length` tokens, at most `most` tokens; how many there are.
+// The tokens with which most of the occurrences [first, last) continue behind `length` tokens, at most `most`; their number.
 int continuation(const Texts &t, int64_t first, int64_t last, int length, int most, int32_t *to) {
-  std::vector<int64_t> places;
-  int64_t judges = std::min<int64_t>(last - first, JUDGES);
-  for (int64_t i = 0; i < judges; i++) places.push_back((int64_t)t.suffixes[first + (last - first) * i / judges] + length);
+  std::vector<int64_t> positions;
+  int64_t voters = std::min<int64_t>(last - first, VOTERS);
+  for (int64_t i = 0; i < voters; i++) positions.push_back((int64_t)t.suffixes[first + (last - first) * i / voters] + length);
   for (int n = 0; n < most; n++) {
     uint32_t best = BREAK;
     int votes = 0;
-    for (size_t i = 0; i < places.size(); i++) {
-      uint32_t own = known_at(t, places[i] + n);
+    for (size_t i = 0; i < positions.size(); i++) {
+      uint32_t own = known_at(t, positions[i] + n);
       int same = 0;
-      for (size_t j = i; j < places.size(); j++) same += known_at(t, places[j] + n) == own;
+      for (size_t j = i; j < positions.size(); j++) same += known_at(t, positions[j] + n) == own;
       if (own != BREAK && same > votes) best = own, votes = same;
     }
     if (best == BREAK) return n;
     to[n] = (int32_t)best;
-    places.erase(std::remove_if(places.begin(), places.end(),
-                                [&](int64_t p) { return known_at(t, p + n) != best; }), places.end());
+    positions.erase(std::remove_if(positions.begin(), positions.end(),
+                                [&](int64_t p) { return known_at(t, p + n) != best; }), positions.end());
   }
   return most;
 }
@@ -140,7 +140,7 @@ int retrieve(const Texts *texts, int count, const uint32_t *text, int length, in
       occurrences(texts[i], text + length - n, n, &a, &b);
       if (a < b) reach = n, first = a, last = b, low = n + 1;
       else high = n - 1;
-      n = reach ? (low + high + 1) / 2 : low;  // many texts have nothing at all
+      n = reach ? (low + high + 1) / 2 : low;  // many texts have no match at all
     }
     if (!reach) continue;
     int n = continuation(texts[i], first, last, reach, most, to);

@@ -99,8 +99,8 @@ inline void add(const Grams &grams, const int64_t *text, int count) {
 }
 
 // The nodes of a draft, the likeliest first and a parent before its children: a chain, and the likeliest siblings of its
-// tokens; and how many of them to verify. As `Tree.weigh` and `DepthPolicy.num_worth_verifying` in Python.
-inline void weigh_nodes(const Head &head, const int64_t *tokens, const int8_t *bins, const int64_t *alternatives,
+// tokens; and how many of them to verify. As `Tree.add_drafted` and `DepthPolicy.num_worth_verifying` in Python.
+inline void order_nodes(const Head &head, const int64_t *tokens, const int8_t *bins, const int64_t *alternatives,
                         const int8_t *alternative_bins, int count, Round &round) {
   struct Node { double path_prob; int level, token, bin; };
   std::vector<Node> nodes, siblings;

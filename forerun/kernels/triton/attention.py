@@ -131,7 +131,7 @@ def _first_seen(last, window, chunk):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_split(  # type: ignore[no-untyped-def]
     q, keys, values, table, extra, direct, extra_at, position, most_out, total_out, sums_out,
-    columns, each, heads, kv_heads, scale, softcap, window, sinks, chunk,
+    columns, tokens_each, heads, kv_heads, scale, softcap, window, sinks, chunk,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, KEYS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +142,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     if (last >= first) & ((first + SPAN > begin) | (first < sinks)):
         g, d = tl.arange(0, GP), tl.arange(0, DP)
         in_table = tl.load(direct + t)
-        line = table + (t // each).to(tl.int64) * columns
+        line = table + (t // tokens_each).to(tl.int64) * columns
         further = extra + tl.load(extra_at + t)
         own = (t * heads + h * G + g[:, None]) * D + d[None, :]
         is_query = (g < G)[:, None] & (d < D)[None, :]
@@ -157,9 +157,9 @@ def _attend_split(  # type: ignore[no-untyped-def]
             near = tl.load(line + i, mask=seen & (i < in_table), other=0)
             far = tl.load(further + (i - in_table), mask=seen & (i >= in_table), other=0)
             row = tl.where(i < in_table, near, far)
-            place = (row[:, None] * kv_heads + h) * D + d[None, :]
+            offset = (row[:, None] * kv_heads + h) * D + d[None, :]
             is_key = seen[:, None] & (d < D)[None, :]
-            key = tl.load(keys + place, mask=is_key, other=0.0)
+            key = tl.load(keys + offset, mask=is_key, other=0.0)
             score = tl.dot(query.to(DOT), key.to(DOT).T, input_precision="ieee") * scale
             if softcap > 0:
                 # tanh by exponentials: the interpreter has no other
@@ -169,7 +169,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
             new = tl.maximum(most, tl.max(score, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)
             weight, kept = tl.exp(score - shift[:, None]), tl.exp(most - shift)
-            value = tl.load(values + place, mask=is_key, other=0.0)
+            value = tl.load(values + offset, mask=is_key, other=0.0)
             sums = sums * kept[:, None] + tl.dot(
                 weight.to(DOT), value.to(DOT), input_precision="ieee"
             )
@@ -217,6 +217,6 @@ def _attend_join(  # type: ignore[no-untyped-def]
             kept = tl.exp(most - new)
             sums = sums * kept[:, None]
             total = total * kept + tl.exp(sink - new)
-        place = (t * heads + h * G + g[:, None]) * D + d[None, :]
+        offset = (t * heads + h * G + g[:, None]) * D + d[None, :]
         result = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + place, result, mask=(g < G)[:, None] & (d < D)[None, :])
+        tl.store(out + offset, result, mask=(g < G)[:, None] & (d < D)[None, :])

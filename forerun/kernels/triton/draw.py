@@ -76,10 +76,10 @@ def draw_tokens(logits: Tensor, parameters: DrawParameters, *, block: int = BLOC
                 **padded,
             )
     best = torch.empty((rows, blocks), dtype=torch.float64, device=device)
-    places = torch.empty((rows, blocks), dtype=torch.int32, device=device)
+    indices = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     tokens = torch.empty((rows,), dtype=torch.int64, device=device)
-    _draw[(rows, blocks)](*scaled, least, parameters.keys, bars, best, places, **shape, **padded)
-    _choose[(rows,)](peaks, best, places, tokens, blocks, **padded)
+    _draw[(rows, blocks)](*scaled, least, parameters.keys, bars, best, indices, **shape, **padded)
+    _choose[(rows,)](peaks, best, indices, tokens, blocks, **padded)
     return tokens
 
 
@@ -130,8 +130,8 @@ def _measure(  # type: ignore[no-untyped-def]
     tokens down to the bar whose earlier digits are those that were found."""
     row, block = tl.program_id(0), tl.program_id(1)
     most = _peak(peaks, row, BLOCKS, PADDED)
-    heat = tl.load(temperature + row)
-    heat = tl.where(heat > 0, heat, 1.0)
+    row_temperature = tl.load(temperature + row)
+    row_temperature = tl.where(row_temperature > 0, row_temperature, 1.0)
     bar, prefix = tl.load(bars + row), tl.load(found + row)
     bins = tl.arange(0, BINS)
     count = tl.zeros((CHUNK, BINS), tl.int32)
@@ -139,7 +139,7 @@ def _measure(  # type: ignore[no-untyped-def]
     for chunk in range(B // CHUNK):
         i = block * B + chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row.to(tl.int64) * V + i, mask=i < V, other=float("-inf"))
-        score = tl.div_rn(x - most, heat)
+        score = tl.div_rn(x - most, row_temperature)
         magnitude = _magnitude(score)
         is_open = (i < V) & (magnitude <= bar)
         if SHIFT < FIRST:
@@ -149,10 +149,10 @@ def _measure(  # type: ignore[no-untyped-def]
         count += is_in.to(tl.int32)
         if IS_MASS:
             mass += tl.where(is_in, tl.exp(score.to(tl.float64))[:, None], 0.0)
-    place = (row * BLOCKS + block).to(tl.int64) * BINS + bins
-    tl.store(counts + place, tl.sum(count, 0).to(tl.float64))
+    offset = (row * BLOCKS + block).to(tl.int64) * BINS + bins
+    tl.store(counts + offset, tl.sum(count, 0).to(tl.float64))
     if IS_MASS:
-        tl.store(masses + place, tl.sum(mass, 0))
+        tl.store(masses + offset, tl.sum(mass, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -180,13 +180,13 @@ def _descend(  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(0)
     block, bins = tl.arange(0, PADDED), tl.arange(0, BINS)
-    place = (row * blocks + block).to(tl.int64)[:, None] * BINS + bins[None, :]
+    offset = (row * blocks + block).to(tl.int64)[:, None] * BINS + bins[None, :]
     is_block = (block < blocks)[:, None]
-    count = tl.sum(tl.load(counts + place, mask=is_block, other=0.0), 0)
+    count = tl.sum(tl.load(counts + offset, mask=is_block, other=0.0), 0)
     limit, before = tl.load(limits + row), tl.load(below + row)
     size = count
     if IS_MASS:
-        size = tl.sum(tl.load(masses + place, mask=is_block, other=0.0), 0)
+        size = tl.sum(tl.load(masses + offset, mask=is_block, other=0.0), 0)
         if SHIFT == FIRST:
             all_mass = tl.sum(size, 0)
             tl.store(total + row, all_mass)
@@ -235,7 +235,7 @@ def _draw(  # type: ignore[no-untyped-def]
     keys,
     bars,
     best,
-    places,
+    indices,
     V,
     BLOCKS,
     B: tl.constexpr,
@@ -245,24 +245,24 @@ def _draw(  # type: ignore[no-untyped-def]
     row, block = tl.program_id(0), tl.program_id(1)
     i = block * B + tl.arange(0, B)
     x = tl.load(logits + row.to(tl.int64) * V + i, mask=i < V, other=float("-inf"))
-    heat = tl.load(temperature + row)
+    row_temperature = tl.load(temperature + row)
     value = x.to(tl.float64)
-    if heat > 0:
-        score = tl.div_rn(x - _peak(peaks, row, BLOCKS, PADDED), heat)
+    if row_temperature > 0:
+        score = tl.div_rn(x - _peak(peaks, row, BLOCKS, PADDED), row_temperature)
         is_kept = (_magnitude(score) <= tl.load(bars + row)) & (score >= tl.load(least + row))
         score = tl.where(is_kept, score, float("-inf"))
         value = score.to(tl.float64)
         # Noise lies between -3.7 and 36.8, so lower scores cannot win against the likeliest's.
         if tl.max(score, 0) > -41.0:
             value += gumbel(tl.load(keys + row).to(tl.uint64, bitcast=True), i)
-    top, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    top, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * BLOCKS + block, top)
-    tl.store(places + row * BLOCKS + block, block * B + place)
+    tl.store(indices + row * BLOCKS + block, block * B + index)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
-    peaks, best, places, tokens, blocks, PADDED: tl.constexpr
+    peaks, best, indices, tokens, blocks, PADDED: tl.constexpr
 ):
     """Find the best token of a row, -1 if its logits are not finite."""
     row = tl.program_id(0)
@@ -271,4 +271,4 @@ def _choose(  # type: ignore[no-untyped-def]
     _, at = tl.max(own, 0, return_indices=True, return_indices_tie_break_left=True)
     most = _peak(peaks, row, blocks, PADDED)
     is_finite = (most < float("inf")) & (most > float("-inf"))
-    tl.store(tokens + row, tl.where(is_finite, tl.load(places + row * blocks + at), -1))
+    tl.store(tokens + row, tl.where(is_finite, tl.load(indices + row * blocks + at), -1))

@@ -223,25 +223,25 @@ def _assign_tiles(  # type: ignore[no-untyped-def]
 ):
     """Write the tiles of one expert, which follow those of the experts before it."""
     expert = tl.program_id(0)
-    lane, each = tl.arange(0, BP), tl.arange(0, EP)
+    lane, index = tl.arange(0, BP), tl.arange(0, EP)
     counts = tl.zeros((EP,), tl.int32)
     for chunk in range(CHUNKS):
         at = chunk * BP + lane
         chosen = tl.load(choice + at, mask=at < pairs, other=count).to(tl.int32)
         counts += tl.histogram(chosen, EP)
     used = (counts + (BM - 1)) // BM
-    first = tl.sum(tl.where(each < expert, used, 0), 0)
-    own = tl.sum(tl.where(each == expert, counts, 0), 0)
+    first = tl.sum(tl.where(index < expert, used, 0), 0)
+    own = tl.sum(tl.where(index == expert, counts, 0), 0)
     end = first + (own + (BM - 1)) // BM
-    place = first * BM
+    start = first * BM
     for chunk in range(CHUNKS):
         at = chunk * BP + lane
         chosen = tl.load(choice + at, mask=at < pairs, other=count).to(tl.int32)
         is_own = (chosen == expert).to(tl.int32)
         before = tl.cumsum(is_own, 0) - is_own
-        tl.store(tile_pairs + place + before, at, mask=is_own > 0)
-        place += tl.sum(is_own, 0)
-    free = place + tl.arange(0, BM)
+        tl.store(tile_pairs + start + before, at, mask=is_own > 0)
+        start += tl.sum(is_own, 0)
+    free = start + tl.arange(0, BM)
     tl.store(tile_pairs + free, -1, mask=free < end * BM)
     tile = tl.arange(0, TP)
     tl.store(experts + tile, expert, mask=(tile >= first) & (tile < end))
@@ -354,8 +354,8 @@ def _combine(  # type: ignore[no-untyped-def]
         pair = token * USED + slot
         found = tl.zeros((BN,), tl.float32)
         for part in tl.static_range(PARTS):
-            place = parts + (part * pairs + pair).to(tl.int64) * outputs + n
-            found += tl.load(place, mask=is_output, other=0.0)
+            pointer = parts + (part * pairs + pair).to(tl.int64) * outputs + n
+            found += tl.load(pointer, mask=is_output, other=0.0)
         weight = tl.load(weights + pair).to(tl.float32)
         total += (found.to(DTYPE).to(tl.float32) * weight).to(DTYPE).to(tl.float32)
     tl.store(out + token.to(tl.int64) * outputs + n, total.to(DTYPE), mask=is_output)

@@ -242,8 +242,8 @@ def _total(  # type: ignore[no-untyped-def]
     """Add the parts of some columns of a row in order, and the bias."""
     total = tl.load(parts + row.to(tl.int64) * width + n, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        place = parts + (part * rows + row).to(tl.int64) * width + n
-        total += tl.load(place, mask=mask, other=0.0)
+        pointer = parts + (part * rows + row).to(tl.int64) * width + n
+        total += tl.load(pointer, mask=mask, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
     return total
@@ -279,8 +279,8 @@ def _add_norm(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     n = tl.arange(0, BN)
     is_inside = n < width
-    place = row.to(tl.int64) * width + n
-    stream = tl.load(x + place, mask=is_inside, other=0.0).to(tl.float32)
+    offset = row.to(tl.int64) * width + n
+    stream = tl.load(x + offset, mask=is_inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         branch = _total(parts, bias, row, rows, width, n, is_inside, PARTS, HAS_BIAS)
         branch = branch.to(DTYPE).to(tl.float32)
@@ -290,11 +290,11 @@ def _add_norm(  # type: ignore[no-untyped-def]
             branch = branch.to(DTYPE).to(tl.float32)
         branch = (branch * scale).to(DTYPE).to(tl.float32)
         stream = (stream + branch).to(DTYPE).to(tl.float32)
-        tl.store(stream_out + place, stream.to(DTYPE), mask=is_inside)
+        tl.store(stream_out + offset, stream.to(DTYPE), mask=is_inside)
     if NORMS:
         factor = tl.load(weight + n, mask=is_inside, other=0.0)
         normed = stream * _inverse_rms(stream, width, eps) * factor
-        tl.store(normed_out + place, normed.to(DTYPE), mask=is_inside)
+        tl.store(normed_out + offset, normed.to(DTYPE), mask=is_inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -350,21 +350,21 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
             x = tl.where(turns, x * c + tl.where(d < R, -y, y) * s, x)
     if h < heads:
-        place = (t * heads + h).to(tl.int64) * D + d
-        tl.store(q_out + place, x.to(DTYPE), mask=is_inside)
+        offset = (t * heads + h).to(tl.int64) * D + d
+        tl.store(q_out + offset, x.to(DTYPE), mask=is_inside)
     elif h < heads + kv_heads:
-        place = (row * kv_heads + h - heads) * D + d
-        tl.store(keys + place, x.to(DTYPE), mask=is_inside)
+        offset = (row * kv_heads + h - heads) * D + d
+        tl.store(keys + offset, x.to(DTYPE), mask=is_inside)
     else:
-        place = (row * kv_heads + h - heads - kv_heads) * D + d
-        tl.store(values + place, x.to(DTYPE), mask=is_inside)
+        offset = (row * kv_heads + h - heads - kv_heads) * D + d
+        tl.store(values + offset, x.to(DTYPE), mask=is_inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_both(  # type: ignore[no-untyped-def]
     x, y, weight, d, other, is_inside, D: tl.constexpr, eps, DTYPE: tl.constexpr
 ):
-    """Normalise a head x [D], and y, its channels at the places `other`."""
+    """Normalise a head x [D], and y, its channels at the indices `other`."""
     inverse = _inverse_rms(x, D, eps)
     x = x * inverse * tl.load(weight + d, mask=is_inside, other=0.0)
     y = y * inverse * tl.load(weight + other, mask=is_inside, other=0.0)
@@ -397,5 +397,5 @@ def _gate(  # type: ignore[no-untyped-def]
         inside = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         x = x * (1.0 - tl.div_rn(1.0, tl.exp(2.0 * inside) + 1.0))
     x = x.to(DTYPE).to(tl.float32)
-    place = out + row.to(tl.int64) * inner + n
-    tl.store(place, (x * up).to(DTYPE), mask=is_inside)
+    pointer = out + row.to(tl.int64) * inner + n
+    tl.store(pointer, (x * up).to(DTYPE), mask=is_inside)

@@ -314,11 +314,11 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read(place, always: tl.constexpr, mask, other: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(pointer, always: tl.constexpr, mask, other: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load, without a mask if it is `always` true."""
     if always:
-        return tl.load(place)
-    return tl.load(place, mask=mask, other=other)
+        return tl.load(pointer)
+    return tl.load(pointer, mask=mask, other=other)
 
 
 @triton.jit
@@ -354,9 +354,9 @@ def _join(  # type: ignore[no-untyped-def]
     is_output = n < outputs
     total = tl.zeros((BN,), tl.float32)
     for part in tl.static_range(PARTS):
-        place = parts + (part * rows + m).to(tl.int64) * outputs + n
-        total += tl.load(place, mask=is_output, other=0.0)
+        pointer = parts + (part * rows + m).to(tl.int64) * outputs + n
+        total += tl.load(pointer, mask=is_output, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)
-    place = out + m.to(tl.int64) * outputs + n
-    tl.store(place, total.to(out.dtype.element_ty), mask=is_output)
+    pointer = out + m.to(tl.int64) * outputs + n
+    tl.store(pointer, total.to(out.dtype.element_ty), mask=is_output)

@@ -117,7 +117,7 @@ def recur(
     if is_tree:
         count = segments * heads.value_heads * blocks * tokens
         points = inputs.new_empty((count, heads.key_size, LANES))
-    places = memory.half_at, memory.half, memory.records_at, memory.record
+    offsets = memory.half_at, memory.half, memory.records_at, memory.record
     segment_inputs = runs.slots, runs.old_halves, runs.new_halves, runs.counts, runs.pending
     w = weights
     _prepare[(len(inputs), heads.key_heads + heads.value_heads)](
@@ -133,7 +133,7 @@ def recur(
         runs.histories,
         q,
         memory.data.stride(0),
-        *places,
+        *offsets,
         tokens,
         *heads.first_channels,
         heads.key_size**-0.5,
@@ -155,7 +155,7 @@ def recur(
         points,
         memory.data.stride(0),
         memory.state_at,
-        *places,
+        *offsets,
         tokens,
         int(is_tree),
         inputs.shape[1] if heads.taps > 1 else 0,
@@ -197,9 +197,9 @@ def _input(  # type: ignore[no-untyped-def]
     pending one, or from the record of a pending one."""
     is_new = code < tokens
     earlier = code - tokens
-    place = tl.where(earlier < WINDOW, earlier * C, records_at + (earlier - WINDOW) * record)
+    offset = tl.where(earlier < WINDOW, earlier * C, records_at + (earlier - WINDOW) * record)
     new = tl.load(inputs + (first + code) * C + c, mask=is_channel & is_new, other=0.0)
-    old = tl.load(half + place + c, mask=is_channel & (code >= tokens), other=0.0)
+    old = tl.load(half + offset + c, mask=is_channel & (code >= tokens), other=0.0)
     return tl.where(is_new, new, old)
 
 
@@ -337,8 +337,8 @@ def _sweep(  # type: ignore[no-untyped-def]
         is_lane = lane < V
         tile = i[:, None] * LANES + tl.arange(0, LANES)[None, :]
         is_row = (i < K)[:, None] & (tl.arange(0, LANES) >= 0)[None, :]
-        place = own + state_at + (head * BLOCKS + block) * K * LANES
-        state = tl.load(place + tile, mask=is_row, other=0.0)
+        pointer = own + state_at + (head * BLOCKS + block) * K * LANES
+        state = tl.load(pointer + tile, mask=is_row, other=0.0)
         row = own + half_at + tl.load(old_halves + r) * half + records_at + kept
         n = 0
         while n < waiting:
@@ -348,7 +348,7 @@ def _sweep(  # type: ignore[no-untyped-def]
             state = state * decay + key[:, None] * change[None, :]
             row += record
             n += 1
-        tl.store(place + tile, state, mask=is_row & (waiting > 0))
+        tl.store(pointer + tile, state, mask=is_row & (waiting > 0))
         tl.debug_barrier()  # other threads may read what these have written, also below
         row = own + half_at + tl.load(new_halves + r) * half + records_at + kept
         base = points + ((r * VH + head) * BLOCKS + block) * tokens * K * LANES
@@ -364,7 +364,7 @@ def _sweep(  # type: ignore[no-untyped-def]
             parent = tl.load(parents + t)
             if parent != n:  # not the token before, whose state is in registers
                 point = base + (parent - 1) * K * LANES
-                point = tl.where(parent > 0, point, place)
+                point = tl.where(parent > 0, point, pointer)
                 state = tl.load(point + tile, mask=is_row, other=0.0)
             decayed = state * decay
             change = value

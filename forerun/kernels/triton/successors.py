@@ -79,7 +79,7 @@ def grow(tables: Sequence[TableTensors], roots: TreeRoots, nodes: int, is_chain:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _set_of(key, ENTRIES: tl.constexpr, WAYS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first place of a key's set."""
+    """Return the first slot of a key's set."""
     mixed = mix(key.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
     return (mixed & (ENTRIES - 1)) // WAYS * WAYS
 
@@ -99,7 +99,7 @@ def _learn(  # type: ignore[no-untyped-def]
     WAYS: tl.constexpr,
     NUM_SUCCESSORS: tl.constexpr,
 ):
-    """Store predictions in order. Barriers stand between reading and writing the places of a set:
+    """Store predictions in order. Barriers stand between reading and writing the slots of a set:
     the threads move different parts of it."""
     way, e = tl.arange(0, WAYS), tl.arange(0, NUM_SUCCESSORS)
     row = 0
@@ -113,17 +113,17 @@ def _learn(  # type: ignore[no-untyped-def]
                 if alone:
                     first_token = first_token * 0 - 1
                 key = ((first_token + 2) << 32) | token
-                place = _set_of(key, ENTRIES, WAYS) + way
-                held = tl.load(keys + place)
+                slot = _set_of(key, ENTRIES, WAYS) + way
+                held = tl.load(keys + slot)
                 at = tl.min(tl.where(held == key, way, WAYS - 1), 0)
                 is_new = way == 0
-                source = tl.where((way > 0) & (way <= at), place - 1, place)
+                source = tl.where((way > 0) & (way <= at), slot - 1, slot)
                 cells = source[:, None] * NUM_SUCCESSORS + e[None, :]
                 old_keys = tl.load(keys + source)
                 old_tokens, old_logs = tl.load(tokens + cells), tl.load(logs + cells)
                 tl.debug_barrier()
-                cells = place[:, None] * NUM_SUCCESSORS + e[None, :]
-                tl.store(keys + place, tl.where(is_new, key, old_keys))
+                cells = slot[:, None] * NUM_SUCCESSORS + e[None, :]
+                tl.store(keys + slot, tl.where(is_new, key, old_keys))
                 is_new_row = is_new[:, None]
                 tl.store(tokens + cells, tl.where(is_new_row, new_tokens[None, :], old_tokens))
                 tl.store(logs + cells, tl.where(is_new_row, new_logs[None, :], old_logs))
@@ -135,10 +135,10 @@ def _learn(  # type: ignore[no-untyped-def]
 def _find(  # type: ignore[no-untyped-def]
     keys, first_token, token, ENTRIES: tl.constexpr, WAYS: tl.constexpr
 ):
-    """Return the place of an entry, -1 if there is none."""
+    """Return the slot of an entry, -1 if there is none."""
     key = ((first_token + 2) << 32) | token
-    place = _set_of(key, ENTRIES, WAYS) + tl.arange(0, WAYS)
-    return tl.max(tl.where(tl.load(keys + place) == key, place, -1), 0)
+    slot = _set_of(key, ENTRIES, WAYS) + tl.arange(0, WAYS)
+    return tl.max(tl.where(tl.load(keys + slot) == key, slot, -1), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -151,7 +151,7 @@ def _find_either(  # type: ignore[no-untyped-def]
     ENTRIES2: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """Return the place of an entry in one of two tables, -1 without any, and whether it is in the
+    """Return the slot of an entry in one of two tables, -1 without any, and whether it is in the
     second."""
     entry = _find(keys, first_token, token, ENTRIES, WAYS)
     is_second = False
@@ -202,7 +202,7 @@ def _grow(  # type: ignore[no-untyped-def]
     """Grow one tree: candidate NUM_SUCCESSORS * i + e is successor e of node i."""
     request = tl.program_id(0)
     c, n = tl.arange(0, C), tl.arange(0, N)
-    heat = tl.load(temperature + request)
+    own_temperature = tl.load(temperature + request)
     deepest, most = tl.load(max_depth + request), tl.load(max_nodes + request)
     stream = tl.load(noise + request).to(tl.uint64, bitcast=True)
     start = tl.load(position + request)
@@ -233,9 +233,9 @@ def _grow(  # type: ignore[no-untyped-def]
         word = word.to(tl.int64)
         is_there = is_own & (word >= 0) & (log > float("-inf")) & (depth < deepest)
         score = tl.where(is_there, log.to(tl.float64), float("-inf"))
-        if heat > 0:
+        if own_temperature > 0:
             own_noise = gumbel(element(stream, start + 1 + depth), word)
-            score = tl.where(is_there, score / heat + own_noise, float("-inf"))
+            score = tl.where(is_there, score / own_temperature + own_noise, float("-inf"))
             highest = tl.max(score, 0)
             weight = tl.exp(score - tl.where(highest > float("-inf"), highest, 0.0))
             total = tl.sum(weight, 0)

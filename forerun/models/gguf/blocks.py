@@ -197,9 +197,9 @@ def _unpack(b: Tensor, bits: int, run: int) -> Tensor:
 def _k_scales(b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the scales and minima of groups in Q4_K and Q5_K, int8 [rows, blocks, 8], and of
     blocks, float16 [rows, blocks, 1]."""
-    first, second, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
-    scale = torch.cat((first & 63, both & 15 | first >> 6 << 4), dim=-1)
-    minimum = torch.cat((second & 63, both >> 4 | second >> 6 << 4), dim=-1)
+    first, second, upper = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+    scale = torch.cat((first & 63, upper & 15 | first >> 6 << 4), dim=-1)
+    minimum = torch.cat((second & 63, upper >> 4 | second >> 6 << 4), dim=-1)
     return scale.view(torch.int8), minimum.view(torch.int8), _half(b, 0), -_half(b, 2)
 
 

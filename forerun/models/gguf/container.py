@@ -106,12 +106,12 @@ class Entry:
 
     def read(self, first: int = 0, rows: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Read rows as they are stored, uint8 [rows, row bytes]. Raises LoadError."""
-        each = self.row_bytes
-        rows = self.size // each - first if rows is None else rows
-        data = np.empty((rows, each), np.uint8)
+        row_bytes = self.row_bytes
+        rows = self.size // row_bytes - first if rows is None else rows
+        data = np.empty((rows, row_bytes), np.uint8)
         try:
             with self.path.open("rb") as file:
-                file.seek(self.offset + first * each)
+                file.seek(self.offset + first * row_bytes)
                 done = file.readinto(data.data.cast("B"))
         except OSError as error:
             raise LoadError(f"{self.path}: tensor {self.name} cannot be read: {error}") from None

@@ -197,8 +197,8 @@ class Metadata:
         rope = self.rope(rotary)
         if rope["rope_type"] != "yarn":
             return rope
-        given = self.get("rope.scaling.attn_factor")
-        rope["attention_factor"] = None if given is None else float(given)
+        stored = self.get("rope.scaling.attn_factor")
+        rope["attention_factor"] = None if stored is None else float(stored)
         growth = self.number("rope.scaling.yarn_log_multiplier", 0.0)
         if not growth:
             return rope
@@ -217,12 +217,12 @@ class Metadata:
 
     def yarn_attention(self, factor: float) -> float:
         """Return the factor on attention that comes with YaRN."""
-        given = self.get("rope.scaling.yarn_attn_factor")
-        if given is not None:
-            return float(given)
+        stored = self.get("rope.scaling.yarn_attn_factor")
+        if stored is not None:
+            return float(stored)
         growth = 0.1 * math.log(factor) if factor > 1 else 0.0
-        both = float(self.get("rope.scaling.yarn_log_multiplier", 0.0))  # mscale_all_dim
-        return (1.0 + growth) / (1.0 + both * growth)
+        multiplier = float(self.get("rope.scaling.yarn_log_multiplier", 0.0))  # mscale_all_dim
+        return (1.0 + growth) / (1.0 + multiplier * growth)
 
     def layer_types(self, layers: int, period: int) -> list[str]:
         """Return layer_types: the file's pattern, or full attention in the last of each period."""

@@ -409,10 +409,10 @@ def _pairs(tokens: list[str], joins: Array) -> tuple[Array, Array, Array]:
     starts = ends - lengths
     characters = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32).astype(np.uint64)
     owner = np.repeat(np.arange(len(tokens)), lengths)
-    place = np.arange(len(characters)) - starts[owner]
+    position = np.arange(len(characters)) - starts[owner]
     longest = int(lengths.max(initial=0)) + 1
     sums = np.zeros(len(characters) + 1, np.uint64)
-    np.cumsum(_mixed(characters) * _powers(_BASE, longest)[place], out=sums[1:])
+    np.cumsum(_mixed(characters) * _powers(_BASE, longest)[position], out=sums[1:])
 
     candidates = np.flatnonzero(joins | (lengths == 1))
     hashes = sums[ends[candidates]] - sums[starts[candidates]]
@@ -426,10 +426,10 @@ def _pairs(tokens: list[str], joins: Array) -> tuple[Array, Array, Array]:
         at = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
         return np.where(hashes[at] == wanted, candidates[at], -1)
 
-    at = np.flatnonzero((place > 0) & joins[owner])  # every place where a token may be cut
+    at = np.flatnonzero((position > 0) & joins[owner])  # every place where a token may be cut
     left = find(sums[at] - sums[starts[owner[at]]])
     at, left = at[left >= 0], left[left >= 0]
-    right = find((sums[ends[owner[at]]] - sums[at]) * _powers(_INVERSE, longest)[place[at]])
+    right = find((sums[ends[owner[at]]] - sums[at]) * _powers(_INVERSE, longest)[position[at]])
     found = right >= 0
     return owner[at[found]], left[found], right[found]
 

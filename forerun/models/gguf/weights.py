@@ -210,12 +210,12 @@ class GgufLoader(WeightLoader):
         count = experts.count
         pieces = []
         stems = self.stems(part, layer, [rows] * halves)
-        for stem, each in stems:
-            flat = self.stacked(f"{stem}.weight", (count, each, inputs))
-            if each == rows:
+        for stem, part_rows in stems:
+            flat = self.stacked(f"{stem}.weight", (count, part_rows, inputs))
+            if part_rows == rows:
                 pieces.append(Piece(flat))
                 continue
-            order = np.arange(count * each).reshape(count, halves, rows)
+            order = np.arange(count * part_rows).reshape(count, halves, rows)
             pieces += [
                 Piece(flat, np.ascontiguousarray(order[:, half].ravel())) for half in range(halves)
             ]
@@ -226,8 +226,8 @@ class GgufLoader(WeightLoader):
         experts = self.config.experts
         assert experts is not None
         stems = self.stems(part, layer, [rows] * halves)
-        found = [self.floats(f"{stem}.bias", (experts.count, each)) for stem, each in stems]
-        parts = [half for each in found for half in torch.split(each, rows, dim=1)]
+        biases = [self.floats(f"{stem}.bias", (experts.count, size)) for stem, size in stems]
+        parts = [half for bias in biases for half in torch.split(bias, rows, dim=1)]
         return torch.cat([half.flatten() for half in parts])
 
     def stream_matrix(self, part: str, n: int) -> Callable[[], Matrix]:

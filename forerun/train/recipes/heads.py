@@ -263,8 +263,8 @@ def attend_to_self(head: Eagle3Head) -> None:
     """
     c, attention = head.layer, head.parts().layer.self_attn
     maps = torch.empty(2, c.kv_heads * c.head_dim, c.hidden)
-    for each in maps:
-        nn.init.orthogonal_(each)
+    for one_map in maps:
+        nn.init.orthogonal_(one_map)
     query_key, value = maps.view(2, c.kv_heads, c.head_dim, c.hidden)
     # normed embeddings have a square of about head_dim there
     query_key = query_key * (SELF_SCORE / c.head_dim**0.5) ** 0.5
