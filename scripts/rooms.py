@@ -2,9 +2,9 @@
 """Print the number of lines of each folder of the package, and the folders it imports from with the
 number of imports.
 
-python scripts/folder_imports.py                 # of this checkout
-python scripts/folder_imports.py OTHER/forerun   # of another one
-python scripts/folder_imports.py --modules       # with subfolders on their own
+python scripts/rooms.py                 # of this checkout
+python scripts/rooms.py OTHER/forerun   # of another one
+python scripts/rooms.py --modules       # with subfolders on their own
 """
 
 from __future__ import annotations

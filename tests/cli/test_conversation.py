@@ -52,7 +52,9 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_stays(llm: LLM) -> 
         assert done.stats.prompt_tokens + 32 <= talk.room == 512
         assert talk.messages[0] == {"role": "system", "content": "be brief"}
         assert [m["role"] for m in talk.turns] == ["user", "assistant"] * (len(talk.turns) // 2)
-        assert len(talk.turns) == 2 * (i + 1) - total and f"number {i}:" in talk.turns[-2]["content"]
+        assert (
+            len(talk.turns) == 2 * (i + 1) - total and f"number {i}:" in talk.turns[-2]["content"]
+        )
     assert total and total % 2 == 0
 
 
