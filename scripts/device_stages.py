@@ -301,7 +301,13 @@ def train_drafters(cpu: bool) -> Rows:
         ]
         Path(folder, "data.jsonl").write_text("\n".join(texts))
         for recipe in RECIPES[:1] if cpu else RECIPES:
-            command = ["train", "--target", str(tiny.worded()), "--data", f"{folder}/data.jsonl"]
+            command = [
+                "train",
+                "--target",
+                str(tiny.with_tokenizer()),
+                "--data",
+                f"{folder}/data.jsonl",
+            ]
             command += ["--recipe", recipe, "--out", f"{folder}/{recipe}", *small.split()]
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 command_line()(command, standalone_mode=False)

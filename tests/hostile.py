@@ -55,7 +55,7 @@ def bases() -> list[Path]:
     """Return valid models: several families, with and without a tokenizer, sharded, quantised."""
     families = map(tiny.family, ("gpt2", "gemma3", "phi3", "smollm3"))
     quantised = map(_quantised, ("gptq", "awq", "packed"))
-    return [tiny.worded(), tiny.worded(), _sharded(), *families, *quantised]
+    return [tiny.with_tokenizer(), tiny.with_tokenizer(), _sharded(), *families, *quantised]
 
 
 @cache

@@ -46,7 +46,7 @@ def test_every_example_is_tested() -> None:
 def test_examples_run(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("forerun.models.hub.default_model", tiny.spoken)
+    monkeypatch.setattr("forerun.models.hub.default_model", tiny.repetitive)
     monkeypatch.setattr(sys, "argv", [name, *OPTIONS[name]])
     try:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -58,7 +58,7 @@ def test_examples_run(
 @pytest.mark.parametrize("depth", [1, 4])
 def test_the_algorithm_on_one_page_gives_the_tokens_of_the_engine(depth: int) -> None:
     page = runpy.run_path(str(EXAMPLES / PAGE))
-    directory = tiny.spoken()
+    directory = tiny.repetitive()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     llm = LLM(directory, draft="off", dtype="float64", kv_tokens=1024)
     params = SamplingParams.pure(temperature=0, max_tokens=40, ignore_eos=True)
@@ -70,7 +70,7 @@ def test_the_algorithm_on_one_page_gives_the_tokens_of_the_engine(depth: int) ->
 
 
 def test_the_algorithm_on_one_page_has_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / PAGE))["main"](str(tiny.spoken()), "import os\n" * 3)
+    runpy.run_path(str(EXAMPLES / PAGE))["main"](str(tiny.repetitive()), "import os\n" * 3)
     assert "forward passes" in capsys.readouterr().err
 
 
@@ -123,7 +123,9 @@ def test_python_on_pages_runs(
     """The blocks of a page run in order, with a tiny model instead of the named ones."""
     load = forerun.LLM
     monkeypatch.setattr(
-        forerun, "LLM", lambda model=None, **options: load(tiny.spoken(), kv_tokens=4096, **options)
+        forerun,
+        "LLM",
+        lambda model=None, **options: load(tiny.repetitive(), kv_tokens=4096, **options),
     )
     names: dict[str, Any] = {"text": "a request that is given earlier"}
     found = [block for block in blocks(page) if not block.startswith("class Proposer:")]

@@ -36,14 +36,14 @@ from forerun.load import pick_device
 from forerun.models.config import note
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft
-from tests import other_words, tiny
+from tests import other_vocabularies, tiny
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """Load a tiny model and a draft model that often agrees, in float64 for equal tokens."""
-    draft = f"model:{tiny.spoken(0.1)}"
-    return LLM(tiny.spoken(), draft=draft, dtype="float64", context=256, kv_tokens=4096)
+    draft = f"model:{tiny.repetitive(0.1)}"
+    return LLM(tiny.repetitive(), draft=draft, dtype="float64", context=256, kv_tokens=4096)
 
 
 PROMPT = "def add(a, b):\n"
@@ -70,8 +70,8 @@ def test_a_draft_model_with_another_vocabulary_is_lossless(
         pytest.skip(native.reason())
     note.cache_clear()
     dtype = "float32" if kernels == "native" else "float64"
-    draft = f"{draft}:{other_words.drafter('pieces')}"
-    llm = LLM(tiny.spoken(), draft=draft, dtype=dtype, kernels=kernels, kv_tokens=2048)
+    draft = f"{draft}:{other_vocabularies.drafter('pieces')}"
+    llm = LLM(tiny.repetitive(), draft=draft, dtype=dtype, kernels=kernels, kv_tokens=2048)
     assert "another vocabulary" in capsys.readouterr().err
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4)
@@ -355,7 +355,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
 
 def test_a_draft_model_with_another_vocabulary_needs_a_tokenizer() -> None:
     with pytest.raises(ConfigError, match="they must be the same"):
-        LLM(tiny.family("llama"), draft=f"model:{tiny.worded()}", kv_tokens=512)
+        LLM(tiny.family("llama"), draft=f"model:{tiny.with_tokenizer()}", kv_tokens=512)
 
 
 def test_unknown_options_name_the_nearest() -> None:
@@ -377,8 +377,8 @@ def test_unknown_devices_are_refused() -> None:
 )
 def test_a_draft_beside_a_target_on_cuda(draft: str, draft_device: str) -> None:
     options = {"device": "cuda", "dtype": "float64", "kv_tokens": 4096}
-    draft = draft.format(tiny.spoken(0.1))
-    llm = LLM(tiny.spoken(), draft=draft, draft_device=draft_device, **options)
+    draft = draft.format(tiny.repetitive(0.1))
+    llm = LLM(tiny.repetitive(), draft=draft, draft_device=draft_device, **options)
     params = SamplingParams.pure(max_tokens=60, temperature=0.8, seed=1)
     (plain,) = llm.generate(PROMPT, params, draft="off")
     (fast,) = llm.generate(PROMPT, params, depth=4)
@@ -396,11 +396,11 @@ def test_draft_device_places_the_draft_model(monkeypatch: pytest.MonkeyPatch) ->
 
     for module in ("forerun.llm", "forerun.draft_loading"):
         monkeypatch.setattr(f"{module}.make_runner", make)
-    LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", draft_device="cpu:0")
-    LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", device="cpu:0")
+    LLM(tiny.repetitive(), draft=f"model:{tiny.repetitive(0.1)}", draft_device="cpu:0")
+    LLM(tiny.repetitive(), draft=f"model:{tiny.repetitive(0.1)}", device="cpu:0")
     assert devices == [torch.device(name) for name in ("cpu", "cpu:0", "cpu:0", "cpu:0")]
     with pytest.raises(ConfigError, match="there is no device 'gpu'"):
-        LLM(tiny.spoken(), draft_device="gpu")
+        LLM(tiny.repetitive(), draft_device="gpu")
 
 
 def test_quantization_none_is_the_default() -> None:
@@ -412,7 +412,7 @@ def test_quantization_none_is_the_default() -> None:
 
 def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smaller memory determines the size on both devices."""
-    target, room = LLM(tiny.spoken(), max_rows=64).engine.target, []
+    target, room = LLM(tiny.repetitive(), max_rows=64).engine.target, []
     monkeypatch.setattr(target, "make_room", room.append)
     data = torch.empty(0, device="meta")
     cache = SimpleNamespace(row_bytes=target.cache.row_bytes, data=data, recurrent=None)
@@ -444,7 +444,7 @@ def test_caches_on_a_gpu_grow_into_its_free_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_predictions_and_documents_are_lossless() -> None:
-    llm = LLM(tiny.spoken(), draft="off", kv_tokens=2048)
+    llm = LLM(tiny.repetitive(), draft="off", kv_tokens=2048)
     params = SamplingParams.pure(temperature=0.8, seed=3, max_tokens=120)
     plain = llm.generate("def main():", params)[0]
     edited = plain.text[:60] + plain.text[80:] + "# the end\n"
@@ -457,7 +457,7 @@ def test_predictions_and_documents_are_lossless() -> None:
 
 def test_references_end_at_a_token_outside_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizers may have more tokens than their models, such as an image placeholder."""
-    llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
+    llm = LLM(tiny.repetitive(), draft="suffix", context=2048, kv_tokens=2048)
     assert llm.tokenizer is not None
     encode, vocab = llm.tokenizer.encode, llm.decoder.config.vocab
     monkeypatch.setattr(
@@ -468,7 +468,7 @@ def test_references_end_at_a_token_outside_the_vocabulary(monkeypatch: pytest.Mo
 
 
 def test_references_that_are_too_long_are_refused() -> None:
-    llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
+    llm = LLM(tiny.repetitive(), draft="suffix", context=2048, kv_tokens=2048)
     for options in ({"prediction": "a = 1\n" * 5000}, {"documents": ["b" * 100_000]}):
         with pytest.raises(RequestError, match=f"at most {4 * llm.decoder.context}"):
             llm.generate("def f(", SamplingParams.pure(max_tokens=2), **options)
@@ -476,7 +476,7 @@ def test_references_that_are_too_long_are_refused() -> None:
 
 def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are freed with the last request, even without garbage collection of cycles."""
-    llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
+    llm = LLM(tiny.repetitive(), draft="suffix", context=2048, kv_tokens=2048)
     made: list[weakref.ref[SuffixAutomaton]] = []
 
     class Counted(SuffixAutomaton):
@@ -498,8 +498,8 @@ def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
 def test_target_and_drafters_share_the_cache_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share a quarter of the free memory, and all hold the same number of tokens."""
     monkeypatch.setattr(load, "free_memory", lambda device: 4_000_000)
-    drafts = [f"model:{tiny.spoken(0.3)}", f"ahead(model:{tiny.spoken(0.02)})"]
-    alone, llm = (LLM(tiny.spoken(), draft=draft, max_rows=64) for draft in ("suffix", drafts))
+    drafts = [f"model:{tiny.repetitive(0.3)}", f"ahead(model:{tiny.repetitive(0.02)})"]
+    alone, llm = (LLM(tiny.repetitive(), draft=draft, max_rows=64) for draft in ("suffix", drafts))
     found = [llm.engine.target.cache, *(p.kv() for p in llm.engine.proposers.values())]
     caches = {id(cache): cache for cache in found if cache}.values()
     assert len(caches) == 3
@@ -533,7 +533,7 @@ def greedy() -> SamplingParams:
 def test_a_custom_drafter_is_lossless(greedy: SamplingParams) -> None:
     """It drafts alone, after another drafter and with references."""
     prompt = "import os\nimport sys\n" * 3
-    with LLM(tiny.spoken(), draft=Repeating(), depth=4, kv_tokens=2048) as llm:
+    with LLM(tiny.repetitive(), draft=Repeating(), depth=4, kv_tokens=2048) as llm:
         assert llm.draft == "custom" and "draft='custom'" in repr(llm)
         llm.add_drafter("mine", Repeating())
         plain = llm.generate(prompt, greedy, draft="off")[0]
@@ -549,7 +549,7 @@ def test_a_custom_drafter_is_lossless(greedy: SamplingParams) -> None:
 
 @pytest.mark.parametrize("name", ["suffix", "mine", "a b", "", "off|x", 3])
 def test_a_custom_drafter_needs_a_new_name(name: Any) -> None:
-    llm = LLM(tiny.spoken(), draft="off", kv_tokens=1024)
+    llm = LLM(tiny.repetitive(), draft="off", kv_tokens=1024)
     llm.add_drafter("mine", Repeating())
     with pytest.raises(ConfigError, match=r"called|already"):
         llm.add_drafter(name, Repeating())
@@ -568,19 +568,19 @@ def test_a_drafter_of_an_installed_package(
     }
     monkeypatch.setattr(draft_spec, "plugins", lambda: found)
     monkeypatch.setattr(registry, "plugins", lambda: found)
-    llm = LLM(tiny.spoken(), draft="ngram|theirs", kv_tokens=2048)
+    llm = LLM(tiny.repetitive(), draft="ngram|theirs", kv_tokens=2048)
     assert llm.generate("import os\n" * 4, greedy)[0].stats.drafted > 0
     for name in ("gone", "other:3"):
         with pytest.raises(LoadError, match="installed package"):
-            LLM(tiny.spoken(), draft=name, kv_tokens=1024)
+            LLM(tiny.repetitive(), draft=name, kv_tokens=1024)
     with pytest.raises(ConfigError, match="did you mean 'theirs'"):
-        LLM(tiny.spoken(), draft="their", kv_tokens=1024)
+        LLM(tiny.repetitive(), draft="their", kv_tokens=1024)
     with pytest.raises(ConfigError, match=r"start it with LLM\(draft='gone'\)"):
         llm.generate("import os", greedy, draft="gone")
 
 
 def test_chat_is_generate_with_messages(greedy: SamplingParams) -> None:
-    llm = LLM(tiny.spoken(), draft="off", kv_tokens=2048)
+    llm = LLM(tiny.repetitive(), draft="off", kv_tokens=2048)
     messages = [{"role": "user", "content": "Hello"}]
     (expected,) = llm.generate(messages, greedy)
     assert [found.text for found in llm.chat([messages] * 2, greedy)] == [expected.text] * 2
@@ -590,7 +590,7 @@ def test_chat_is_generate_with_messages(greedy: SamplingParams) -> None:
 
 
 def test_a_closed_model_is_an_error() -> None:
-    with LLM(tiny.spoken(), draft="off", kv_tokens=1024) as llm:
+    with LLM(tiny.repetitive(), draft="off", kv_tokens=1024) as llm:
         stream = llm.stream("Hello", SamplingParams(max_tokens=4))
     llm.close()
     assert "closed" in repr(llm)

@@ -117,7 +117,7 @@ def test_a_normal_run_imports_neither_transformers_nor_dynamo(tmp_path: Path) ->
     """
     save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "head")
     runs = [(str(tiny.family(name)), "off") for name in [*tiny.FAMILIES, *tiny.VARIANTS]]
-    runs += [(str(tiny.spoken()), "off"), (runs[0][0], f"suffix+eagle3:{tmp_path}/head")]
+    runs += [(str(tiny.repetitive()), "off"), (runs[0][0], f"suffix+eagle3:{tmp_path}/head")]
     code = (
         "import sys\nfrom forerun import LLM, SamplingParams\n"
         f"for model, draft in {runs!r}:\n"

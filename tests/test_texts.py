@@ -96,15 +96,15 @@ def test_pipes_are_read_except_as_files_of_models(tmp_path: Path) -> None:
 
 def test_files_of_a_model_may_have_byte_order_marks(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(tiny.spoken(), model)
+    shutil.copytree(tiny.repetitive(), model)
     (model / "generation_config.json").write_text(
         '{"do_sample": true, "top_k": 7, "eos_token_id": 2}'
     )
     for file in [*model.glob("*.json")]:
         file.write_bytes(file.read_text().encode("utf-8-sig"))
-    assert load_config(model).vocab == load_config(tiny.spoken()).vocab
+    assert load_config(model).vocab == load_config(tiny.repetitive()).vocab
     assert recommended(model)["top_k"] == 7
-    assert Tokenizer(model).encode("def f") == Tokenizer(tiny.spoken()).encode("def f")
+    assert Tokenizer(model).encode("def f") == Tokenizer(tiny.repetitive()).encode("def f")
 
 
 def test_a_schema_and_a_prompt_may_have_byte_order_marks(
@@ -132,7 +132,7 @@ def test_a_schema_and_a_prompt_may_have_byte_order_marks(
 def test_a_git_lfs_pointer_in_a_model_is_named(file: str, tmp_path: Path) -> None:
     """Clones without Git LFS contain pointers instead of files."""
     model = tmp_path / "model"
-    shutil.copytree(tiny.spoken(), model)
+    shutil.copytree(tiny.repetitive(), model)
     (model / file).write_bytes(POINTER + b".github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(
         LoadError, match=rf"{file} is a Git LFS pointer, not the file itself: run git lfs pull"

@@ -40,9 +40,9 @@ M = TypeVar("M", bound=torch.nn.Module)
 PAIR = dict(  # the shape of a model pair for benchmarks
     layers=3, draft_layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, context=256,
 )  # fmt: skip
-WORDED = 328  # vocabulary of `worded` models, larger than that of their tokenizer as in real models
-LISTED = tuple(i for i in range(VOCAB) if i % 4)  # token ids of a shortlist
-SPOKEN = 8192  # context of `spoken` models
+PADDED_VOCAB = 328  # of models with a tokenizer, which has fewer tokens, as in real models
+SHORTLIST = tuple(i for i in range(VOCAB) if i % 4)  # token ids of a shortlist
+LONG_CONTEXT = 8192  # context of `repetitive` models
 _BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -310,26 +310,28 @@ def _randomised(module: M, vocab: int = 0, draft_vocab: int = 0) -> M:
 
 
 @functools.cache
-def worded(noise: float = 0.0) -> Path:
+def with_tokenizer(noise: float = 0.0) -> Path:
     """Write a tiny Llama with a byte-level tokenizer that has tokens for some JSON; with `noise` it
     often agrees with the one without."""
-    directory = new_directory("worded-")
-    _write(hf_model("llama", gain=0.7, vocab_size=WORDED), noise, directory)
+    directory = new_directory("with_tokenizer-")
+    _write(hf_model("llama", gain=0.7, vocab_size=PADDED_VOCAB), noise, directory)
     return directory
 
 
 @functools.cache
-def spoken(noise: float = 0.0) -> Path:
-    """Write a tiny Llama called "tiny", with that tokenizer and a context of SPOKEN, that generates
+def repetitive(noise: float = 0.0) -> Path:
+    """Write a tiny Llama called "tiny", with that tokenizer and a context of LONG_CONTEXT, that generates
     repetitive ASCII.
 
     Most tokens have one likely successor, in cycles of eight: greedy decoding ends in a loop, and
     sampling leaves a cycle every few tokens, so that drafts are partly accepted. `noise` as in
-    `worded`."""
-    directory = new_directory("spoken-") / "tiny"
+    `with_tokenizer`."""
+    directory = new_directory("repetitive-") / "tiny"
     tokenizer = _tokenizer()
-    model = hf_model("llama", gain=0.7, vocab_size=WORDED, max_position_embeddings=SPOKEN)
-    texts = [tokenizer.decode([token]) for token in range(WORDED)]
+    model = hf_model(
+        "llama", gain=0.7, vocab_size=PADDED_VOCAB, max_position_embeddings=LONG_CONTEXT
+    )
+    texts = [tokenizer.decode([token]) for token in range(PADDED_VOCAB)]
     ascii_ids = [
         i
         for i, text in enumerate(texts)

@@ -29,7 +29,7 @@ BAD_ARGUMENTS = [
     (["decode", "--model", "./nowhere"], "no directory or file ./nowhere"),
     (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
     (["decode", "--requests", "0"], "--requests 0"),
-    (["decode", "--tokens", str(5 * tiny.SPOKEN)], f"context of {tiny.SPOKEN}"),
+    (["decode", "--tokens", str(5 * tiny.LONG_CONTEXT)], f"context of {tiny.LONG_CONTEXT}"),
     (["decode", "--temprature", "1"], "--temperature"),
     (["decode", "--out", "x.html"], "does not end in .jsonl"),
     (["sweep", "--out", "./nowhere/x.jsonl"], "in a directory that exists"),
@@ -101,7 +101,7 @@ def test_start_prints_a_table(bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = [start.Start("a", "serve", 1.5, 0.25, 9_000_000)]
     monkeypatch.setattr(start, "measure_starts", lambda *_: found)
-    code, out, _ = bench("start", str(tiny.spoken()))
+    code, out, _ = bench("start", str(tiny.repetitive()))
     assert code == 0 and out.splitlines()[1].split()[:4] == ["serve", "1.50", "0.25", "9"]
     report = json.loads(bench("start", "--json", *MODEL)[1])
     assert report["starts"][0]["ready"] == 1.5 and report["weights_bytes"] > 0

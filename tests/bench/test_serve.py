@@ -421,7 +421,7 @@ def test_bench_serve_on_a_forerun_server(bench, tmp_path: Path) -> None:
     """Drafts on a real server give the same output; without the key there is one line."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text("replaced")
-    llm = LLM(tiny.spoken(), kv_tokens=8192, max_rows=4)
+    llm = LLM(tiny.repetitive(), kv_tokens=8192, max_rows=4)
     with serving(llm, api_key=("s3cret",)) as server, pytest.MonkeyPatch.context() as patch:
         code, out, err = bench(server.url, "--requests", "1")
         assert (code, out, len(err.splitlines())) == (2, "", 1) and "refuses the key" in err

@@ -12,11 +12,11 @@ from tests import tiny
 
 @pytest.mark.one_in(0)
 def test_generate_and_serve_are_timed() -> None:
-    options = ["--model", str(tiny.spoken()), "--kv-tokens", "256"]
+    options = ["--model", str(tiny.repetitive()), "--kv-tokens", "256"]
     generate, serve = measure_starts([this_command()], options, 1)
     assert (generate.verb, serve.verb, generate.ready) == ("generate", "serve", None)
     assert generate.first > 0 and serve.ready and serve.ready > serve.first > 0
-    assert min(generate.memory, serve.memory) > 50e6 > size_of(str(tiny.spoken())) > 0
+    assert min(generate.memory, serve.memory) > 50e6 > size_of(str(tiny.repetitive())) > 0
 
 
 def test_commands_take_turns_and_the_first_round_does_not_count(monkeypatch) -> None:

@@ -212,7 +212,7 @@ def test_cross_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_server_under_load_gives_exact_output() -> None:
     """scripts/load.py with few streams against a real server."""
-    with serving(LLM(tiny.spoken(), kv_tokens=8192, max_rows=4)) as server:
+    with serving(LLM(tiny.repetitive(), kv_tokens=8192, max_rows=4)) as server:
         words = [server.url, "--streams", "3", "--seconds", "1", "--json"]
         command = [sys.executable, str(ROOT / "scripts" / "load.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)

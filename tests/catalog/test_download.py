@@ -91,7 +91,7 @@ def test_tokens_are_compared_if_both_models_are_local(
 ) -> None:
     from tests import tiny
 
-    target, other = facts_of(str(tiny.spoken())), facts_of(str(tiny.spoken()))
+    target, other = facts_of(str(tiny.repetitive())), facts_of(str(tiny.repetitive()))
     found = {check.name: check for check in examine(other, target)}
     assert found["vocabulary"].ok and found["size"].ok is False
     tokens = transfer._compare_tokens(other.path, target.path, transfer.sizes_of(target).vocab_size)

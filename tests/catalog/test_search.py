@@ -12,7 +12,7 @@ from forerun.catalog.measurements import Measurement, record
 from forerun.catalog.search import find_local
 from forerun.errors import RequestError
 from tests.catalog.hub import directory, eagle_config, target_config
-from tests.little_gguf import little
+from tests.tiny_gguf import tiny_gguf
 
 BIG = {"token_embd.weight": ("Q8_0", (3, 32)), "blk.0.ffn_up.weight": ("Q8_0", (3, 3200))}
 
@@ -49,9 +49,9 @@ def test_local_drafters_that_fit_a_target(home: Path) -> None:
     directory(home / "work/other", eagle_config("org/Other"))
     directory(home / "work/wide", eagle_config(None, target_hidden_size=32))
     assert set(names(find_local(str(target), [home / "work"])[0])) == {"named", "fits"}
-    big = little(home / "gguf/big.gguf", BIG, llama__embedding_length=32, llama__block_count=1)
-    small = little(home / "gguf/small.gguf")
-    little(home / "gguf/else.gguf", tokenizer__ggml__tokens=["x", "y", "z"])
+    big = tiny_gguf(home / "gguf/big.gguf", BIG, llama__embedding_length=32, llama__block_count=1)
+    small = tiny_gguf(home / "gguf/small.gguf")
+    tiny_gguf(home / "gguf/else.gguf", tokenizer__ggml__tokens=["x", "y", "z"])
     found, _ = find_local(str(big), [home / "gguf"])
     assert [(one.facts.name, one.draft) for one in found] == [(str(small), f"model:{small}")]
     assert [one.facts.name for one in find_local(str(big), [home / "gguf", home / "work"])[0]] == [

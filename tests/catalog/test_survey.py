@@ -11,8 +11,8 @@ from forerun.catalog import survey as surveys
 from forerun.catalog.survey import Survey, survey
 from forerun.models.local import LocalModel, list_local_models, local_model_names
 from tests.catalog import hub
-from tests.little_gguf import little
 from tests.models.homes import HOST, ollama_model
+from tests.tiny_gguf import tiny_gguf
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -38,8 +38,8 @@ def survey_one(path: Path, name: str = "m") -> Survey:
 
 def test_incomplete_models_are_listed_but_not_offered(home: Path) -> None:
     ollama_model(home, f"{HOST}/library/cloud/latest", layer="system")
-    little(home / "mine/m-00002-of-00002.gguf")  # a later shard alone is not a model
-    little(home / "mine/n-00001-of-00002.gguf")
+    tiny_gguf(home / "mine/m-00002-of-00002.gguf")  # a later shard alone is not a model
+    tiny_gguf(home / "mine/n-00001-of-00002.gguf")
     found, _ = list_local_models([home / "mine"])
     rows = survey(found)
     assert [(Path(row.name).name, row.runs) for row in rows] == [
@@ -52,19 +52,19 @@ def test_incomplete_models_are_listed_but_not_offered(home: Path) -> None:
 def test_facts_of_a_gguf_file(home: Path) -> None:
     """If most bytes have another type than the label of the file, the format names that type."""
     tensors = {"token_embd.weight": ("Q8_0", (6, 256)), "blk.0.ffn_up.weight": ("Q4_K", (2, 256))}
-    row = survey_one(little(home / "m.gguf", tensors, general__file_type=15))
+    row = survey_one(tiny_gguf(home / "m.gguf", tensors, general__file_type=15))
     assert (row.format, row.family) == ("Q4_K_M, 85% Q8_0", "llama")
     assert (row.parameters, row.context) == (2048, 2048)
     assert row.runs and row.bytes == (home / "m.gguf").stat().st_size and row.draft == "suffix"
-    assert survey_one(little(home / "m.gguf", tensors, general__file_type=7)).format == "Q8_0"
-    assert survey_one(little(home / "m.gguf", tensors, general__file_type=None)).format == "Q8_0"
-    labelled = little(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)
+    assert survey_one(tiny_gguf(home / "m.gguf", tensors, general__file_type=7)).format == "Q8_0"
+    assert survey_one(tiny_gguf(home / "m.gguf", tensors, general__file_type=None)).format == "Q8_0"
+    labelled = tiny_gguf(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)
     assert survey_one(labelled).format == "Q4_K_M"
 
 
 def test_shards_count_together(home: Path) -> None:
-    first = little(home / "m-00001-of-00002.gguf", {"a": ("F32", (2, 8))})
-    second = little(
+    first = tiny_gguf(home / "m-00001-of-00002.gguf", {"a": ("F32", (2, 8))})
+    second = tiny_gguf(
         home / "m-00002-of-00002.gguf", {"b": ("F32", (3, 8))}, general__architecture=None
     )
     row = survey_one(first)
@@ -88,13 +88,13 @@ def test_shards_count_together(home: Path) -> None:
 def test_reasons_that_a_gguf_file_cannot_run(
     home: Path, metadata: dict[str, object], reason: str
 ) -> None:
-    row = survey_one(little(home / "m.gguf", **metadata))  # type: ignore[arg-type]
+    row = survey_one(tiny_gguf(home / "m.gguf", **metadata))  # type: ignore[arg-type]
     assert not row.runs and reason in row.reason and not row.draft
 
 
 def test_broken_files_are_listed_with_a_reason(home: Path) -> None:
     """Files that are truncated at any length, and other content with the ending .gguf."""
-    path = little(home / "m.gguf")
+    path = tiny_gguf(home / "m.gguf")
     data = path.read_bytes()
     for length in range(0, len(data) - 32, 7):  # the last tensor is padded to 32 bytes
         path.write_bytes(data[:length])
@@ -145,7 +145,7 @@ def test_facts_of_a_directory(home: Path) -> None:
 
 def test_a_model_that_exceeds_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surveys, "free_ram", lambda: 100)
-    row = survey_one(little(home / "m.gguf"))
+    row = survey_one(tiny_gguf(home / "m.gguf"))
     assert not row.runs and "of memory" in row.reason
 
 
@@ -157,7 +157,7 @@ def test_the_suggested_draft_model_has_the_same_tokens_and_is_much_smaller(home:
 
     def model(name: str, rows: int, tokens: list[str], **metadata: object) -> LocalModel:
         tensors = {"a": ("F32", (rows, 8))}
-        path = little(home / f"{name}.gguf", tensors, tokenizer__ggml__tokens=tokens, **metadata)  # type: ignore[arg-type]
+        path = tiny_gguf(home / f"{name}.gguf", tensors, tokenizer__ggml__tokens=tokens, **metadata)  # type: ignore[arg-type]
         return LocalModel(name, path, "directory")
 
     models = [

@@ -18,7 +18,7 @@ from tests import tiny
 from tests.cli.test_main import SMALL
 from tests.forked import Process
 
-FLAGS = ["--model", str(tiny.spoken()), "--kv-tokens", "2048", "--threads", "1"]
+FLAGS = ["--model", str(tiny.repetitive()), "--kv-tokens", "2048", "--threads", "1"]
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>]")
 ENTER, UP, CTRL_C, CTRL_D = "\r", "\x1b[A", "\x03", "\x04"
 STATISTICS = r"tokens[^\n]* · context \d+ of 2048"

@@ -21,7 +21,7 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(tiny.spoken(), kv_tokens=512, page=16, threads=1)
+    return LLM(tiny.repetitive(), kv_tokens=512, page=16, threads=1)
 
 
 @pytest.fixture

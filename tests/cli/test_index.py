@@ -18,7 +18,7 @@ from tests.cli.test_main import MODEL
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    return Tokenizer(tiny.spoken())
+    return Tokenizer(tiny.repetitive())
 
 
 def files(directory: Path) -> Path:

@@ -20,7 +20,7 @@ from forerun.models.local import is_model_name
 from tests import tiny
 from tests.forked import Process
 
-MODEL = ["--model", str(tiny.spoken())]
+MODEL = ["--model", str(tiny.repetitive())]
 SMALL = [*MODEL, "--max-tokens", "8", "--kv-tokens", "2048"]
 
 
@@ -103,7 +103,7 @@ def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_generation_config_sets_absent_parameters(forerun, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(tiny.spoken(), model)
+    shutil.copytree(tiny.repetitive(), model)
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 11, "eos_token_id": 2}
     (model / "generation_config.json").write_text(json.dumps(settings))
     small = ["generate", "ab", "--json", "--model", str(model), "-n", "2", "--kv-tokens", "2048"]
@@ -116,7 +116,7 @@ def test_generation_config_sets_absent_parameters(forerun, tmp_path: Path) -> No
 def test_the_prompt_of_a_chat_model_is_put_into_its_template(forerun, tmp_path: Path) -> None:
     """So is --system, which needs a template; --raw continues the prompt as text."""
     model = tmp_path / "chat"
-    shutil.copytree(tiny.spoken(), model)
+    shutil.copytree(tiny.repetitive(), model)
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
     )
@@ -183,7 +183,7 @@ BAD = {
         "--draft-threshold 1.5 is out of range: give a number",
     ),
     "width of a chain rule": (["--rule", "block", "--width", "2"], "--width 2"),
-    "context": (["--context", "100000"], f"at most {tiny.SPOKEN}"),
+    "context": (["--context", "100000"], f"at most {tiny.LONG_CONTEXT}"),
     "temperature": (["--temperature", "-1"], "--temperature -1.0 is out of range"),
     "top-p": (["--top-p", "0"], "--top-p 0.0 is out of range"),
     "nan": (["--temperature", "nan"], "--temperature nan"),
@@ -317,7 +317,7 @@ NOT_A_PROMPT = "'why' begins the prompt, put the prompt in quotes"
         ("generate", ["x", "y", "-p", "z"], "the prompt is given twice"),
         ("generate", ["./nowhere", "-p", "z"], "no directory or file ./nowhere"),
         ("generate", ["x", "--temp", "-1"], "--temperature -1.0 is out of range"),
-        ("generate", ["x", "--max-model-len", "100000", *MODEL], f"at most {tiny.SPOKEN}"),
+        ("generate", ["x", "--max-model-len", "100000", *MODEL], f"at most {tiny.LONG_CONTEXT}"),
         ("generate", ["x", "--ctx-size", "ten"], "--ctx-size"),
         ("generate", [MODEL[1], "x", "-m", MODEL[1]], "the model is given twice"),
         ("check", [MODEL[1], "-m", MODEL[1]], "the model is given twice"),
@@ -399,7 +399,7 @@ def test_a_model_instead_of_a_prompt_is_an_error(forerun, tmp_path: Path, kind: 
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     given = {
         "file": tmp_path / "x.gguf", "file that is not there": "models/Qwen3-0.6B-Q8_0.gguf",
-        "directory": tiny.spoken(), "directory of GGUF": tmp_path, "name of Ollama's": "ollama:qwen3:0.6b",
+        "directory": tiny.repetitive(), "directory of GGUF": tmp_path, "name of Ollama's": "ollama:qwen3:0.6b",
     }[kind]  # fmt: skip
     code, out, err = forerun("generate", str(given))
     assert (code, out) == (2, "")

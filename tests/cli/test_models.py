@@ -12,8 +12,8 @@ import pytest
 
 from forerun.cli import completion
 from forerun.models import local as places
-from tests.little_gguf import little
 from tests.models.homes import HOST, bare_home, ollama_model
+from tests.tiny_gguf import tiny_gguf
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_json(home: Path, forerun) -> None:
-    little(home / "mine/m.gguf")
+    tiny_gguf(home / "mine/m.gguf")
     code, out, err = forerun("models", str(home / "mine"), "--json")
     answer = json.loads(out)
     assert code == 0 and not err and answer["notes"] == []

@@ -93,13 +93,13 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 def test_check_shows_what_would_be_started(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(
-        f"port = 0\n[[models]]\nname = 'a'\nmodel = '{tiny.spoken()}'\nthreads = 2\n"
+        f"port = 0\n[[models]]\nname = 'a'\nmodel = '{tiny.repetitive()}'\nthreads = 2\n"
         "kv_tokens = 4096\ndraft = 'off'\nreplicas = { min = 1, max = 3 }\n"
     )
     result = CliRunner().invoke(app, ["deploy", str(file), "--check"])
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [
-        f"a: 1 to 3 replicas of {tiny.spoken()}, "
+        f"a: 1 to 3 replicas of {tiny.repetitive()}, "
         "each with 2 threads, 4096 tokens of KV cache, draft off",
         "on 127.0.0.1:0, on a Ray cluster of its own",
     ]
@@ -109,9 +109,9 @@ def test_kv_caches_without_a_size_share_a_quarter_of_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_module, "free_ram", lambda: 100 << 20)
-    common = {"model": str(tiny.spoken())}
+    common = {"model": str(tiny.repetitive())}
     engine = make_plan({"models": [{"name": "a"} | common]}).models[0].engine
-    token_bytes, _ = cache_needs(engine, tiny.spoken())
+    token_bytes, _ = cache_needs(engine, tiny.repetitive())
     given = (20 << 20) // token_bytes // 2
     tables = [
         {"name": "b", "replicas": {"min": 1, "max": 3}, "max_rows": 1024},
@@ -128,7 +128,12 @@ def test_kv_caches_without_a_size_share_a_quarter_of_free_memory(
 
 
 def test_cache_that_does_not_fit_is_refused_before_anything_starts() -> None:
-    table = {"name": "a", "model": str(tiny.spoken()), "kv_tokens": 4_000_000_000, "replicas": 2}
+    table = {
+        "name": "a",
+        "model": str(tiny.repetitive()),
+        "kv_tokens": 4_000_000_000,
+        "replicas": 2,
+    }
     message = r"^model 'a': 2 KV caches of 4000000000 tokens need"
     with pytest.raises(CapacityError, match=message) as error:
         divide_machine(make_plan({"models": [table]}))
@@ -137,6 +142,6 @@ def test_cache_that_does_not_fit_is_refused_before_anything_starts() -> None:
 
 
 def test_memory_of_a_running_ray_cluster_is_not_divided() -> None:
-    table = {"name": "a", "model": str(tiny.spoken())}
+    table = {"name": "a", "model": str(tiny.repetitive())}
     plan = divide_machine(make_plan({"models": [table], "ray": {"address": "auto"}}))
     assert plan.models[0].engine.kv_tokens is None

@@ -18,7 +18,7 @@ from tests.cluster.deployed import NEEDS_RAY, deployed, descendants
 from tests.server.serving import sse, until
 
 pytestmark = NEEDS_RAY
-MODEL = f"model = '{tiny.spoken()}'\nthreads = 1\nkv_tokens = 8192\ncontext = 2048\n"
+MODEL = f"model = '{tiny.repetitive()}'\nthreads = 1\nkv_tokens = 8192\ncontext = 2048\n"
 KEY = {"authorization": "Bearer secret"}
 LONG = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
 

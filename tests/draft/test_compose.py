@@ -206,15 +206,15 @@ PROMPTS = [
 def test_composed_drafts_change_no_text(kernels: str, rule: str, spec: str) -> None:
     """Requests run in batches with preemption, at a fixed and at an automatic depth."""
     dtype = "float32" if kernels == "native" else "float64"
-    models = [tiny.spoken(0.3), tiny.spoken(0.1)][2 - spec.count("{}") :]
+    models = [tiny.repetitive(0.3), tiny.repetitive(0.1)][2 - spec.count("{}") :]
     options = {"kernels": kernels, "rule": rule, "dtype": dtype, "max_rows": 3, "kv_tokens": 192}
-    llm = LLM(tiny.spoken(), draft=spec.format(*models), **options)
+    llm = LLM(tiny.repetitive(), draft=spec.format(*models), **options)
     for temperature in (0.0, 0.8):
         params = pure_params(24, temperature, seed=4)
         for depth in (3, "auto"):
             outputs = llm.generate(PROMPTS, params, depth=depth)
             if rule == "match" or (not temperature and rule != "typical"):
-                expected = plain(tiny.spoken(), PROMPTS, params, kernels, dtype)
+                expected = plain(tiny.repetitive(), PROMPTS, params, kernels, dtype)
                 assert [c.token_ids for c in outputs] == expected
             assert depth == "auto" or sum(c.stats.accepted for c in outputs) > 0
     llm.engine.target.cache.pages.check()
@@ -222,7 +222,9 @@ def test_composed_drafts_change_no_text(kernels: str, rule: str, spec: str) -> N
 
 def test_requests_may_compose_the_engine_s_proposers() -> None:
     """Any spelling works, unknown parts are refused, and unused compositions are dropped."""
-    llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
+    llm = LLM(
+        tiny.repetitive(), draft=f"model:{tiny.repetitive(0.05)}", dtype="float64", kv_tokens=1024
+    )
     params = SamplingParams.pure(max_tokens=30, seed=1)
     plain = llm.generate(PROMPTS[0], params, draft="off")[0].token_ids
     for draft in ("suffix&model", "(suffix|ngram)&recycle", "ngram|model", "suffix|recycle?model"):
@@ -263,7 +265,10 @@ def test_two_sampled_chains_are_exact(seed: int) -> None:
 
 def test_a_node_that_two_drafted_counts_for_both() -> None:
     llm = LLM(
-        tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024
+        tiny.repetitive(),
+        draft=f"suffix&model:{tiny.repetitive(0.05)}",
+        dtype="float64",
+        kv_tokens=1024,
     )
     (output,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
     sources = output.stats.by_source

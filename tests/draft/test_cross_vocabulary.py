@@ -36,7 +36,7 @@ from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Proposal
 from forerun.verify import Noise
-from tests import other_words, tiny
+from tests import other_vocabularies, tiny
 from tests.draft.helpers import (
     FILTERED,
     GREEDY,
@@ -48,7 +48,7 @@ from tests.draft.helpers import (
     needs_native,
 )
 from tests.engine import build
-from tests.other_words import KINDS, shared, words
+from tests.other_vocabularies import KINDS, shared, words
 
 PROMPTS = [
     '{"name": "alpha", "sizes": [10',
@@ -61,7 +61,7 @@ PROMPTS = [
 
 @functools.cache
 def decoder(kind: str) -> Decoder:
-    directory = tiny.spoken(0.05) if kind == "target" else other_words.drafter(kind)
+    directory = tiny.repetitive(0.05) if kind == "target" else other_vocabularies.drafter(kind)
     return load_decoder(directory, torch.float64, torch.device("cpu"), 512)
 
 
@@ -92,7 +92,7 @@ def test_the_target_s_tokens_under_other_ids_draft_alike(
         for i, text in enumerate(texts)
     ]
     found = drafts_of(proposer("shuffled"), requests)
-    expected = drafts_of(DraftModel(runner("target"), tiny.WORDED), requests)
+    expected = drafts_of(DraftModel(runner("target"), tiny.PADDED_VOCAB), requests)
     alike = 0
     for request, one, other in zip(requests, found, expected, strict=True):
         assert len(one) > 1
@@ -123,7 +123,7 @@ def test_texts_that_are_partly_read_again_draft_as_if_read_afresh(
             assert_same_draft(draft, drafts_of(proposer(kind, slots=8), [request])[0])
             keep = generator.randrange(len(draft) + 1)
             texts[request.slot] += draft.tokens[1:keep] + generator.choices(
-                range(tiny.WORDED), k=generator.randrange(3)
+                range(tiny.PADDED_VOCAB), k=generator.randrange(3)
             )
     for slot in range(len(texts)):
         drafter.close(slot, texts[slot])
@@ -179,8 +179,8 @@ def test_native_chains_equal_drafts_made_level_by_level(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native.start(2)
-    shape = load_config(other_words.drafter(kind))
-    model, found = NativeDecoder(shape, other_words.drafter(kind), "float32", 256), []
+    shape = load_config(other_vocabularies.drafter(kind))
+    model, found = NativeDecoder(shape, other_vocabularies.drafter(kind), "float32", 256), []
     for at_once in (True, False):
         drafter = CrossVocabularyModel(Runner(model, tokens=1024, page=4, slots=8), shared(kind))
         if not at_once:
@@ -201,7 +201,7 @@ def test_without_shared_tokens_ratio_rules_get_no_draft_and_one_warning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.note.cache_clear()
-    target = ModelVocabulary(words("target").tokenizer, tiny.WORDED)
+    target = ModelVocabulary(words("target").tokenizer, tiny.PADDED_VOCAB)
     monkeypatch.setattr(target, "by_spelling", dict)
     none = SharedVocabulary(target, words("bytes"))
     drafter = CrossVocabularyModel(runner("bytes"), none)
@@ -217,7 +217,7 @@ def test_without_shared_tokens_ratio_rules_get_no_draft_and_one_warning(
 
 
 def engine(kind: str, rule: str = "match", tokens: int = 2048, chunk: int = 64) -> Engine:
-    target = load_decoder(tiny.spoken(), torch.float64, torch.device("cpu"), 512)
+    target = load_decoder(tiny.repetitive(), torch.float64, torch.device("cpu"), 512)
     target_runner = Runner(target, tokens=tokens, page=4, slots=8)
     return Engine(target_runner, {"model": proposer(kind, tokens=tokens)}, rule=rule, chunk=chunk)
 
@@ -263,13 +263,14 @@ def test_a_model_with_the_target_s_vocabulary_is_an_ordinary_draft_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config.note.cache_clear()
-    target, other = other_words.tokenizer("target"), other_words.tokenizer("bytes")
+    target, other = other_vocabularies.tokenizer("target"), other_vocabularies.tokenizer("bytes")
     for tokenizer in (None, target):
-        made = make_draft_model(runner("target"), "m", target, tokenizer, tiny.WORDED, 2)
+        made = make_draft_model(runner("target"), "m", target, tokenizer, tiny.PADDED_VOCAB, 2)
         assert type(made) is DraftModel and made.width == 2
     assert not capsys.readouterr().err
     assert isinstance(
-        make_draft_model(runner("bytes"), "m", target, other, tiny.WORDED), CrossVocabularyModel
+        make_draft_model(runner("bytes"), "m", target, other, tiny.PADDED_VOCAB),
+        CrossVocabularyModel,
     )
     assert "another vocabulary: 275 of its 340 tokens (81 %)" in capsys.readouterr().err
 
@@ -291,9 +292,9 @@ def test_draws_follow_the_distribution_over_shared_tokens(
         assert draft.probs is not None
         drawn[draft.tokens[1]] += 1
     probs = draft.probs[0]
-    assert probs.shape == (tiny.WORDED,) and abs(probs.sum() - 1) < 1e-9
+    assert probs.shape == (tiny.PADDED_VOCAB,) and abs(probs.sum() - 1) < 1e-9
     assert not probs[[own for own, other in enumerate(shared(kind).to_draft) if other < 0]].any()
     expected = probs * 120
     assert all(
-        abs(drawn[t] - expected[t]) < 5 * np.sqrt(expected[t] + 1) for t in range(tiny.WORDED)
+        abs(drawn[t] - expected[t]) < 5 * np.sqrt(expected[t] + 1) for t in range(tiny.PADDED_VOCAB)
     )

@@ -581,8 +581,8 @@ def test_cascades_learn_the_cost_of_one_forward_pass(
 @pytest.mark.parametrize("spec", ["suffix>recycle", "model:{0}>suffix", "(suffix|ngram)>model:{0}"])
 def test_invalid_cascades_are_refused(spec: str) -> None:
     with refused(ConfigError, "is no cascade"):
-        LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
-    llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", kv_tokens=192)
+        LLM(tiny.repetitive(), draft=spec.format(tiny.repetitive(0.1)), kv_tokens=192)
+    llm = LLM(tiny.repetitive(), draft=f"model:{tiny.repetitive(0.1)}", kv_tokens=192)
     assert llm.generate("the name", SamplingParams.pure(max_tokens=5), draft="suffix>model")[
         0
     ].token_ids

@@ -663,7 +663,11 @@ def test_paths_of_other_models_are_refused_in_one_line(tmp_path: Path) -> None:
     for model, draft, message in (
         (tiny.family("llama"), f"eagle3:{tiny.drafter('llama')}", r"no fc\.weight"),
         (tiny.family("llama"), f"eagle3:{tmp_path / 'nowhere'}", "no directory"),
-        (tiny.worded(), f"block:{tmp_path / 'block'}", "use a drafter that was trained for it"),
+        (
+            tiny.with_tokenizer(),
+            f"block:{tmp_path / 'block'}",
+            "use a drafter that was trained for it",
+        ),
     ):
         with refused(LoadError, message):
             LLM(model, draft=draft, kv_tokens=512)

@@ -257,7 +257,7 @@ def test_lookahead_options_are_parsed() -> None:
 
 
 def test_lookahead_drafts_are_accepted_and_change_no_text() -> None:
-    llm = LLM(tiny.spoken(), draft="suffix|lookahead:window=5,ngram=3", kv_tokens=2048, depth=4)
+    llm = LLM(tiny.repetitive(), draft="suffix|lookahead:window=5,ngram=3", kv_tokens=2048, depth=4)
     assert llm.engine.proposers["lookahead"].window == 5  # type: ignore[attr-defined]
     for temperature in (0.0, 0.8):
         params = pure_params(60, temperature, seed=3)

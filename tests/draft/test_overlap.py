@@ -198,7 +198,7 @@ def test_verdicts_may_come_at_any_moment(params: SamplingParams) -> None:
 )
 def test_only_draft_models_can_draft_ahead(spec: str) -> None:
     with refused(ConfigError, "it takes a draft model"):
-        LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
+        LLM(tiny.repetitive(), draft=spec.format(tiny.repetitive(0.1)), kv_tokens=192)
 
 
 def test_an_error_of_drafting_ahead_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:

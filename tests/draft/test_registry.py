@@ -166,15 +166,15 @@ def test_commas_within_a_draft_do_not_end_it() -> None:
 
 
 def test_each_drafter_without_weights_is_built_and_in_the_engine_tests() -> None:
-    llm = LLM(tiny.spoken(), kv_tokens=512)
+    llm = LLM(tiny.repetitive(), kv_tokens=512)
     assert set(WEIGHTLESS) <= set(llm.engine.proposers) and set(WEIGHTLESS) <= set(build.PROPOSERS)
 
 
 def test_two_models_draft_for_one_target() -> None:
     """Each has a name of its own, which requests may use; else the better one drafts."""
     llm = LLM(
-        tiny.spoken(),
-        draft=[f"model:{tiny.spoken(0.3)}", f"model:{tiny.spoken(0.02)}"],
+        tiny.repetitive(),
+        draft=[f"model:{tiny.repetitive(0.3)}", f"model:{tiny.repetitive(0.02)}"],
         kv_tokens=512,
     )
     params = SamplingParams.pure(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)

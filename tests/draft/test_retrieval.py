@@ -97,7 +97,7 @@ def test_the_most_frequent_continuation_is_drafted_as_far_as_the_match_is_long()
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    return Tokenizer(tiny.spoken())
+    return Tokenizer(tiny.repetitive())
 
 
 def write(
@@ -274,14 +274,14 @@ def test_documents_are_drafted_and_the_text_is_unchanged(
     draft: str, has_prompt: bool, min_accepted: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     """The document is the answer alone, or the prompt and the answer."""
-    llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
+    llm = LLM(tiny.repetitive(), draft="off", kv_tokens=512)
     params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n"
     plain = llm.generate(prompt, params)[0].token_ids
     document = [*(tokenizer.encode(prompt) if has_prompt else []), *plain]
     write(tmp_path / "index", tokenizer, [document], llm.decoder.config.vocab)
     for temperature in (0.0, 0.8):
-        llm = LLM(tiny.spoken(), draft=f"{draft}:{tmp_path}/index", kv_tokens=512, depth=6)
+        llm = LLM(tiny.repetitive(), draft=f"{draft}:{tmp_path}/index", kv_tokens=512, depth=6)
         params = pure_params(60, temperature, seed=4)
         output = llm.generate(prompt, params)[0]
         assert output.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
@@ -293,11 +293,11 @@ def test_another_tokenizers_index_is_refused(tmp_path: Path, tokenizer: Tokenize
     listed = tmp_path / "index" / LIST
     listed.write_text(json.dumps(json.loads(listed.read_text()) | {"tokenizer": "other"}))
     with pytest.raises(LoadError, match="made for another tokenizer"):
-        LLM(tiny.spoken(), draft=f"retrieval:{tmp_path}/index", kv_tokens=512)
+        LLM(tiny.repetitive(), draft=f"retrieval:{tmp_path}/index", kv_tokens=512)
     with pytest.raises(LoadError, match="there is no index"):
-        LLM(tiny.spoken(), draft=f"retrieval:{tmp_path}/nowhere", kv_tokens=512)
+        LLM(tiny.repetitive(), draft=f"retrieval:{tmp_path}/nowhere", kv_tokens=512)
     with pytest.raises(ConfigError, match="retrieval:INDEX"):
-        LLM(tiny.spoken(), draft="retrieval", kv_tokens=512)
+        LLM(tiny.repetitive(), draft="retrieval", kv_tokens=512)
 
 
 def test_neither_matches_nor_drafts_cross_from_one_text_to_another() -> None:

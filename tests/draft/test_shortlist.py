@@ -20,18 +20,18 @@ from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import Shortlist
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
-from tests import other_words, tiny
+from tests import other_vocabularies, tiny
 from tests.draft.helpers import KERNELS, needs_native, pure_params, refused
 from tests.engine import build
 
 PROMPTS = [[5, 6, 7, 8], [9] * 6, [3, 1, 4, 1, 5]]
-UNLISTED = [token for token in range(tiny.VOCAB) if token not in tiny.LISTED]
+UNLISTED = [token for token in range(tiny.VOCAB) if token not in tiny.SHORTLIST]
 
 
 @pytest.fixture
 def listed(tmp_path: Path) -> Path:
     path = tmp_path / "list"
-    Shortlist(torch.tensor(tiny.LISTED), tiny.VOCAB).save(path)
+    Shortlist(torch.tensor(tiny.SHORTLIST), tiny.VOCAB).save(path)
     return path
 
 
@@ -57,7 +57,7 @@ def test_only_listed_tokens_are_drafted_and_the_text_is_unchanged(
 
     monkeypatch.setattr(proposer, "propose", recording)
     speculative = [c.token_ids for c in llm.generate(PROMPTS, pure_params(30, temperature, seed=3))]
-    assert drafted <= set(tiny.LISTED) and len(drafted) > 5
+    assert drafted <= set(tiny.SHORTLIST) and len(drafted) > 5
     plain = [
         c.token_ids
         for c in llm.generate(PROMPTS, pure_params(30, temperature, seed=3), draft="off")
@@ -92,7 +92,10 @@ def test_drafts_are_those_of_the_full_head_without_unlisted_tokens(
     room = {"tokens": 512, "page": 4, "slots": 8}
     target, small = tiny.family("llama"), tiny.drafter("llama")
     counted = []
-    for runner in (Runner(make(small, shortlist=tiny.LISTED), **room), Masked(make(small), **room)):
+    for runner in (
+        Runner(make(small, shortlist=tiny.SHORTLIST), **room),
+        Masked(make(small), **room),
+    ):
         proposer = DraftModel(runner, tiny.VOCAB, width)
         engine = Engine(Runner(make(target), **room), {"model": proposer}, rule=rule, chunk=5)
         requests = build.run(engine, "model", temperature)
@@ -106,7 +109,7 @@ def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(
     target = tiny.family("llama")
     directory = shutil.copytree(tiny.drafter("llama"), tmp_path / "draft")
     Shortlist(torch.tensor([3, 4, 5]), tiny.VOCAB).save(directory / SHORTLIST)
-    for option, size in ((None, 3), (str(listed), len(tiny.LISTED))):
+    for option, size in ((None, 3), (str(listed), len(tiny.SHORTLIST))):
         llm: Any = LLM(target, draft=f"model:{directory}", draft_shortlist=option, kv_tokens=512)
         assert len(llm.engine.proposers["model"].runner.decoder.shortlist) == size
     alone = LLM(directory, draft="suffix", kv_tokens=512)
@@ -144,14 +147,20 @@ def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", ["match", "token"])
 def test_models_of_another_vocabulary(rule: str, tmp_path: Path) -> None:
     """The list is of the draft model's tokens; one that shares none with the target is refused."""
-    vocab, to_target = other_words.size("bytes"), other_words.shared("bytes").to_target
+    vocab, to_target = (
+        other_vocabularies.size("bytes"),
+        other_vocabularies.shared("bytes").to_target,
+    )
     unshared = [i for i, token in enumerate(to_target) if token < 0]
     Shortlist(torch.arange(0, vocab, 2), vocab).save(tmp_path / "list")
     Shortlist(torch.tensor(unshared), vocab).save(tmp_path / "others")
-    draft, options = f"model:{other_words.drafter('bytes')}", {"kv_tokens": 1024, "rule": rule}
-    llm = LLM(tiny.spoken(), draft=draft, draft_shortlist=str(tmp_path / "list"), **options)
+    draft, options = (
+        f"model:{other_vocabularies.drafter('bytes')}",
+        {"kv_tokens": 1024, "rule": rule},
+    )
+    llm = LLM(tiny.repetitive(), draft=draft, draft_shortlist=str(tmp_path / "list"), **options)
     drafted = llm.generate("the name of", pure_params(30, 0.0, seed=3), depth=4)[0]
     plain = llm.generate("the name of", pure_params(30, 0.0, seed=3), draft="off", depth=4)[0]
     assert drafted.token_ids == plain.token_ids and drafted.stats.drafted
     with pytest.raises(LoadError, match="no token that the target shares"):
-        LLM(tiny.spoken(), draft=draft, draft_shortlist=str(tmp_path / "others"), **options)
+        LLM(tiny.repetitive(), draft=draft, draft_shortlist=str(tmp_path / "others"), **options)

@@ -17,8 +17,8 @@ from forerun.draft.cross_vocabulary import (
     same_tokens,
     tokens_behind,
 )
-from tests import other_words
-from tests.other_words import KINDS, shared, tokenizer, words
+from tests import other_vocabularies
+from tests.other_vocabularies import KINDS, shared, tokenizer, words
 
 TEXT = 'the name  is {"name": 12}\n\n    and  the\tété 数字 👩‍👩‍👧 colour  green, ' * 4
 UNBROKEN = "数字" * 200 + "x" * 700 + " " * 300 + "end"
@@ -159,5 +159,5 @@ def test_an_unfinished_character_is_not_proposed() -> None:
 
 
 def test_only_tokens_that_the_model_has_are_proposed() -> None:
-    less = other_words.ModelVocabulary(tokenizer("target"), max(ids("the")))
+    less = other_vocabularies.ModelVocabulary(tokenizer("target"), max(ids("the")))
     assert tokens_behind(less, b"", b"the") == ids("the")[: ids("the").index(max(ids("the")))]

@@ -134,7 +134,7 @@ def engine(
         "recycle": lambda: Recycle(width=3 if takes_trees else 1),
         "lookahead": lambda: Lookahead(window=6, ngram=3, pool=4),
         "model": model,
-        "shortlist": lambda: model(tiny.LISTED),
+        "shortlist": lambda: model(tiny.SHORTLIST),
         "tree": lambda: model(width=3 if takes_trees else 1),
         "pard": lambda: Pard(runner(decoder(paths[1])), 3, tiny.VOCAB, width=width),
         "medusa": lambda: medusa_style("medusa", tiny.medusa(family)),

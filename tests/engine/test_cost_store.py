@@ -202,17 +202,17 @@ def test_saved_costs_do_not_change_the_output(
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     params = SamplingParams.pure(max_tokens=60, seed=1, ignore_eos=True)
     options = {"draft": "suffix", "kv_tokens": 512}
-    plain = LLM(tiny.spoken(), **options).generate("The name of the name", params)[0].token_ids
+    plain = LLM(tiny.repetitive(), **options).generate("The name of the name", params)[0].token_ids
     assert not list(tmp_path.rglob("*.json"))
     monkeypatch.setattr(cost_store, "MIN_WEIGHT_BYTES", 0)
     monkeypatch.setattr(cost_store, "MIN_PASSES", 1)
-    first = LLM(tiny.spoken(), rule=rule, **options)
+    first = LLM(tiny.repetitive(), rule=rule, **options)
     first.generate("The name of the name", params)
     (path,) = tmp_path.rglob("*.json")
     assert "name" not in path.read_text().replace("names", "")
-    second = LLM(tiny.spoken(), rule=rule, **options)
+    second = LLM(tiny.repetitive(), rule=rule, **options)
     assert second.engine.policy.costs.num_passes > 0
-    other = LLM(tiny.spoken(), rule=rule, **options | {"draft": "ngram"})
+    other = LLM(tiny.repetitive(), rule=rule, **options | {"draft": "ngram"})
     assert other.engine.policy.costs.num_passes == 0
     completion = second.generate("The name of the name", params)[0]
     assert rule == "token" or completion.token_ids == plain

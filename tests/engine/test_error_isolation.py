@@ -45,7 +45,7 @@ def late(request: Request) -> bool:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     made = build.engine()
-    made.tokenizer = Tokenizer(tiny.worded())
+    made.tokenizer = Tokenizer(tiny.with_tokenizer())
     return made
 
 

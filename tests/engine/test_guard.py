@@ -160,7 +160,7 @@ class KnownTexts(Proposer):
 
 
 def test_a_request_whose_drafts_fail_is_paused_and_another_one_goes_on() -> None:
-    llm = LLM(tiny.spoken(), draft="off", dtype="float64", kv_tokens=2048)
+    llm = LLM(tiny.repetitive(), draft="off", dtype="float64", kv_tokens=2048)
     prompts = ["The name of the name", "import os"]
     params = SamplingParams.pure(max_tokens=150, ignore_eos=True)
     plain = llm.generate(prompts, params)
@@ -177,7 +177,7 @@ def test_a_request_whose_drafts_fail_is_paused_and_another_one_goes_on() -> None
 
 
 def test_a_paused_guard_stops_all_drafts_except_those_of_a_fixed_depth() -> None:
-    llm = LLM(tiny.spoken(), draft="suffix", dtype="float64", kv_tokens=1024)
+    llm = LLM(tiny.repetitive(), draft="suffix", dtype="float64", kv_tokens=1024)
     params = SamplingParams.pure(max_tokens=40, temperature=0.8, seed=2, ignore_eos=True)
     plain = llm.generate("The name of the name", params, draft="off")[0]
     guard = llm.engine.guard

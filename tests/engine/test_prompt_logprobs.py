@@ -214,7 +214,7 @@ def test_max_tokens_of_zero_needs_prompt_logprobs() -> None:
 
 
 def test_prompt_logprobs_through_the_library() -> None:
-    llm = LLM(tiny.spoken(), context=256, kv_tokens=512, max_rows=2, draft="off")
+    llm = LLM(tiny.repetitive(), context=256, kv_tokens=512, max_rows=2, draft="off")
     text = "def add(a, b): return a + b"
     both = llm.generate([text, "x = 1"], SamplingParams(max_tokens=0, prompt_logprobs=2))
     for completion, prompt in zip(both, (text, "x = 1"), strict=True):

@@ -69,7 +69,7 @@ DRAFTS = ("ngram", "suffix", "model", "tree")
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer(tiny.worded())
+    return Tokenizer(tiny.with_tokenizer())
 
 
 def engine(rule: str = "match", **options: Any) -> Engine:
@@ -77,14 +77,16 @@ def engine(rule: str = "match", **options: Any) -> Engine:
     chunk = options.pop("chunk", 64)
 
     def runner(noise: float) -> Runner:
-        decoder = tiny.decoder(tiny.worded(noise), torch.float64)
+        decoder = tiny.decoder(tiny.with_tokenizer(noise), torch.float64)
         return Runner(decoder, **(dict(tokens=1024, page=4, slots=8) | options))
 
     proposers = {
         "ngram": NGram(longest=3, shortest=1),
         "suffix": Suffix(shortest=1),
-        "model": DraftModel(runner(0.15), tiny.WORDED),
-        "tree": DraftModel(runner(0.15), tiny.WORDED, width=1 if rule in ("token", "block") else 3),
+        "model": DraftModel(runner(0.15), tiny.PADDED_VOCAB),
+        "tree": DraftModel(
+            runner(0.15), tiny.PADDED_VOCAB, width=1 if rule in ("token", "block") else 3
+        ),
     }
     return Engine(runner(0.0), proposers, rule=rule, chunk=chunk, tokenizer=tokenizer())
 

@@ -270,7 +270,7 @@ def test_objective_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             return super().read()
 
     monkeypatch.setattr(energy, "Meter", lambda: Counting(tmp_path))
-    llm = LLM(tiny.spoken(), objective="energy", context=512, kv_tokens=1024)
+    llm = LLM(tiny.repetitive(), objective="energy", context=512, kv_tokens=1024)
     params = SamplingParams.pure(max_tokens=60, temperature=0)
     outputs = [
         llm.generate("import os", params, draft=draft)[0].token_ids for draft in ("suffix", "off")

@@ -271,7 +271,7 @@ def test_choice_of_tasks(pair: Pair, write: Write) -> None:
     assert len(choose_tasks(target, None, "all", 1, 1)) == 32
     assert choose_tasks(target, write("p.txt", "hello"), None, 1, 1)[0].prompt == "hello"
     assert len(choose_tasks(target, None, None, 1, 1)) == 6
-    passages = choose_tasks(str(tiny.spoken()), None, None, 2, 9)
+    passages = choose_tasks(str(tiny.repetitive()), None, None, 2, 9)
     assert [len(task.prompt) for task in passages] == [128] * 10
 
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from forerun.models import local
-from tests.little_gguf import little
+from tests.tiny_gguf import tiny_gguf
 
 IMAGE = "application/vnd.ollama.image."
 HOST = "registry.example"
@@ -47,7 +47,7 @@ def ollama_model(
         {"mediaType": IMAGE + layer, "digest": digest or f"sha256:{hexadecimal}", "size": 1},
     ]
     manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
-    return little(root / "blobs" / f"sha256-{hexadecimal}", **metadata)
+    return tiny_gguf(root / "blobs" / f"sha256-{hexadecimal}", **metadata)
 
 
 def hub_file(
@@ -57,7 +57,7 @@ def hub_file(
     folder = home / "hub" / f"models--{repository.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True, exist_ok=True)
     (folder / "refs/main").write_text(commit)
-    blob = little(folder / "blobs" / file.replace("/", "_"), **metadata)
+    blob = tiny_gguf(folder / "blobs" / file.replace("/", "_"), **metadata)
     link = folder / "snapshots" / commit / file
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(blob)

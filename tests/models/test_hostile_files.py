@@ -149,7 +149,7 @@ def test_a_template_with_a_syntax_error_refuses_only_chats(
     copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A note is printed when the model is loaded, and completions still work."""
-    directory = copy(tiny.worded())
+    directory = copy(tiny.with_tokenizer())
     (directory / "chat_template.jinja").write_text("{% for m in messages %}\x1b[2J")
     llm = LLM(directory, **SETTINGS)
     (line,) = capsys.readouterr().err.splitlines()
@@ -161,9 +161,9 @@ def test_a_template_with_a_syntax_error_refuses_only_chats(
 
 def test_checking_a_template_does_not_run_it(copy: Callable[[Path], Path]) -> None:
     """Compiling it would fold constants, and these would take all memory."""
-    directory = copy(tiny.worded())
+    directory = copy(tiny.with_tokenizer())
     (directory / "chat_template.jinja").write_text("{{ 'x' * 10 ** 12 }}{{ 2 ** 10 ** 10 }}")
-    assert Text(directory).check(tiny.WORDED) == ""
+    assert Text(directory).check(tiny.PADDED_VOCAB) == ""
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["beside tokenizer.json", "alone"])
@@ -171,7 +171,7 @@ def test_code_of_a_tokenizer_is_refused_without_a_question(
     plain: bool, copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """transformers would ask on a terminal whether to trust the code."""
-    directory, marker = copy(tiny.worded()), tmp_path / "was run"
+    directory, marker = copy(tiny.with_tokenizer()), tmp_path / "was run"
     (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: ...\n")
     auto = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
     settings = {"tokenizer_class": "Evil", "auto_map": auto}

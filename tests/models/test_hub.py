@@ -10,8 +10,8 @@ from forerun.errors import LoadError
 from forerun.models import hub
 from forerun.models.files import choose_gguf, first_shard, gguf_models, tag_of, title
 from forerun.models.hub import find_model
-from tests.little_gguf import little
 from tests.models.homes import plain_model
+from tests.tiny_gguf import tiny_gguf
 
 
 @pytest.fixture
@@ -20,15 +20,17 @@ def remote(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, i
     files: dict[str, dict[str, int]] = {}
     monkeypatch.setattr(hub, "files_of_hub", lambda repository: files[repository])
     monkeypatch.setattr(
-        hub, "download_file", lambda repository, file: little(home / "remote" / repository / file)
+        hub,
+        "download_file",
+        lambda repository, file: tiny_gguf(home / "remote" / repository / file),
     )
     return files
 
 
 def test_paths_of_files(home: Path) -> None:
-    file = little(home / "m.gguf")
+    file = tiny_gguf(home / "m.gguf")
     assert find_model(str(file)) == find_model("~/m.gguf") == file
-    blob = little(home / "sha256-00")  # blobs of Ollama have no file extension
+    blob = tiny_gguf(home / "sha256-00")  # blobs of Ollama have no file extension
     assert find_model(str(blob)) == blob
     (home / "model.safetensors").write_bytes(b"12345678")
     with pytest.raises(LoadError, match=r"is a file: give a .gguf file, or the directory"):
@@ -37,14 +39,14 @@ def test_paths_of_files(home: Path) -> None:
 
 def test_a_directory_with_a_single_gguf_file_is_that_file(home: Path) -> None:
     directory = plain_model(home / "plain", "model.safetensors")
-    little(directory / "m.gguf")
+    tiny_gguf(directory / "m.gguf")
     assert find_model(str(directory)) == directory, "weights beside config.json come first"
-    alone = little(home / "alone/m-00001-of-00002.gguf")
-    little(home / "alone/m-00002-of-00002.gguf")
-    little(home / "alone/mmproj-m.gguf")
+    alone = tiny_gguf(home / "alone/m-00001-of-00002.gguf")
+    tiny_gguf(home / "alone/m-00002-of-00002.gguf")
+    tiny_gguf(home / "alone/mmproj-m.gguf")
     plain_model(home / "alone")
     assert find_model(str(home / "alone")) == alone, "config.json without weights"
-    another = little(home / "alone/other.gguf")
+    another = tiny_gguf(home / "alone/other.gguf")
     with pytest.raises(LoadError, match=f"several models: give one of {alone}, {another}"):
         find_model(str(home / "alone"))
     (home / "empty").mkdir()
@@ -159,11 +161,11 @@ def test_the_preferred_file_is_chosen() -> None:
 
 
 def test_any_shard_leads_to_the_first(tmp_path: Path) -> None:
-    first = little(tmp_path / "m-00001-of-00003.gguf")
-    third = little(tmp_path / "m-00003-of-00003.gguf")
+    first = tiny_gguf(tmp_path / "m-00001-of-00003.gguf")
+    third = tiny_gguf(tmp_path / "m-00003-of-00003.gguf")
     with pytest.raises(LoadError, match=r"m-00002-of-00003.gguf is not beside it"):
         first_shard(third)
-    little(tmp_path / "m-00002-of-00003.gguf")
+    tiny_gguf(tmp_path / "m-00002-of-00003.gguf")
     assert first_shard(third) == first_shard(first) == first
 
 

@@ -22,8 +22,8 @@ from forerun.models.local import (
     list_ollama_models,
     local_model_names,
 )
-from tests.little_gguf import little
 from tests.models.homes import HOST, hub_file, ollama_model, plain_model
+from tests.tiny_gguf import tiny_gguf
 
 
 def refused(name: str | None, words: str) -> None:
@@ -45,20 +45,20 @@ def lock_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_of_every_program_are_listed_and_found_by_name(home: Path) -> None:
     ollama_model(home, f"{HOST}/library/qwen3/0.6b")
     ollama_model(home, f"{HOST}/library/cloud/latest", layer="system")
-    little(home / ".lmstudio/models/org/one/one-Q8_0.gguf")
-    little(home / ".lmstudio/models/org/one/mmproj-one-F16.gguf")
+    tiny_gguf(home / ".lmstudio/models/org/one/one-Q8_0.gguf")
+    tiny_gguf(home / ".lmstudio/models/org/one/mmproj-one-F16.gguf")
     shards = ("m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf")
     for file in ("m-Q4_K_M.gguf", *shards, "mmproj-m-F16.gguf"):
         hub_file(home, "org/m-GGUF", file)
     plain_model(hub_file(home, "org/plain", "x.imatrix.gguf").parent, "model.safetensors")
-    little(home / ".cache/llama.cpp/org_old_old-Q8_0.gguf")
+    tiny_gguf(home / ".cache/llama.cpp/org_old_old-Q8_0.gguf")
     manifest = home / ".cache/llama.cpp/manifest=org=old=latest.json"
     manifest.write_text(json.dumps({"ggufFile": {"rfilename": "old-Q8_0.gguf"}}))
-    little(home / ".cache/llama.cpp/stray.gguf")
-    little(home / "mine/deep/er/own.gguf")
-    little(home / "mine/n-00001-of-00002.gguf")
+    tiny_gguf(home / ".cache/llama.cpp/stray.gguf")
+    tiny_gguf(home / "mine/deep/er/own.gguf")
+    tiny_gguf(home / "mine/n-00001-of-00002.gguf")
     plain_model(home / "mine/checkpoint", "model.safetensors")
-    little(home / "mine/.hidden/no.gguf")
+    tiny_gguf(home / "mine/.hidden/no.gguf")
     found, notes = list_local_models([home / "mine", home / "nowhere"])
     assert sorted((model.origin, model.name.removeprefix(f"{home}/")) for model in found) == [
         ("directory", "mine/checkpoint"),
@@ -142,10 +142,12 @@ def test_broken_ollama_models_give_one_line(home: Path, monkeypatch: pytest.Monk
 
 def test_names_of_lm_studio_models(home: Path) -> None:
     models = home / ".lmstudio/models"
-    small, large = (little(models / f"org/Two-GGUF/two-{tag}.gguf") for tag in ("Q4_K_M", "Q8_0"))
-    one = little(models / "org/One-GGUF/one.gguf")
-    little(models / "org/One-GGUF/mmproj-one.gguf")
-    mine, other = little(models / "me/Both/both.gguf"), little(models / "you/Both/both.gguf")
+    small, large = (
+        tiny_gguf(models / f"org/Two-GGUF/two-{tag}.gguf") for tag in ("Q4_K_M", "Q8_0")
+    )
+    one = tiny_gguf(models / "org/One-GGUF/one.gguf")
+    tiny_gguf(models / "org/One-GGUF/mmproj-one.gguf")
+    mine, other = tiny_gguf(models / "me/Both/both.gguf"), tiny_gguf(models / "you/Both/both.gguf")
     assert find_model("lmstudio:org/One-GGUF") == find_model("lmstudio:one-gguf") == one
     assert find_model("lmstudio:org/Two-GGUF:Q8_0") == find_model("lmstudio:Two-GGUF:q8_0") == large
     for file in ("two-Q4_K_M.gguf", "two-Q4_K_M"):
@@ -162,8 +164,8 @@ def test_configured_and_older_folders_of_lm_studio(home: Path) -> None:
     (home / ".lmstudio-home-pointer").write_text(str(home / "studio"))
     (home / "studio").mkdir()
     (home / "studio/settings.json").write_text(json.dumps({"downloadsFolder": str(home / "big")}))
-    moved = little(home / "big/org/a/a.gguf")
-    old = little(home / ".cache/lm-studio/models/org/b/b.gguf")
+    moved = tiny_gguf(home / "big/org/a/a.gguf")
+    old = tiny_gguf(home / ".cache/lm-studio/models/org/b/b.gguf")
     assert (find_model("lmstudio:a"), find_model("lmstudio:b")) == (moved, old)
     (home / "studio/settings.json").write_text("[]")
     refused("lmstudio:a", "no model 'a'")
@@ -193,9 +195,9 @@ def test_models_in_the_hub_cache(home: Path) -> None:
 def test_models_in_the_older_cache_of_llama_cpp(home: Path) -> None:
     """Names are flat, so org_m may be the prefix of another repository."""
     flat = home / ".cache/llama.cpp"
-    file = little(flat / "org_m_Q8_0_m-Q8_0-00001-of-00002.gguf")
-    little(flat / "org_m_Q8_0_m-Q8_0-00002-of-00002.gguf")
-    other = little(flat / "org_m_big_x-Q4_K_M.gguf")
+    file = tiny_gguf(flat / "org_m_Q8_0_m-Q8_0-00001-of-00002.gguf")
+    tiny_gguf(flat / "org_m_Q8_0_m-Q8_0-00002-of-00002.gguf")
+    other = tiny_gguf(flat / "org_m_big_x-Q4_K_M.gguf")
     named = json.dumps({"ggufFile": {"rfilename": "x-Q4_K_M.gguf"}})
     (flat / "manifest=org=m_big=Q4_K_M.json").write_text(named)
     (flat / "manifest=org=broken=latest.json").write_text("[]")
@@ -218,7 +220,7 @@ def test_the_default_model_is_found_without_an_import(
     package = home / "packages/some_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('it was run')")
-    file = little(package / DEFAULT_FILE)
+    file = tiny_gguf(package / DEFAULT_FILE)
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setattr(local, "DEFAULT_PACKAGE", "some_package")
     assert find_model(None) == find_model(DEFAULT) == default_model() == file

@@ -28,7 +28,7 @@ from forerun.sampling.params import Sampling
 from tests import tiny
 from tests.models.checks import compiled, logits
 
-IDS = torch.tensor(tiny.LISTED)
+IDS = torch.tensor(tiny.SHORTLIST)
 TOKENS = [5, 6, 7, 8, 9, 3, 1]
 
 
@@ -69,9 +69,9 @@ def test_broken_files_are_refused_in_one_line(case: str, tmp_path: Path) -> None
 def test_a_shortlist_is_for_its_own_vocabulary(tmp_path: Path) -> None:
     shortlist = Shortlist(IDS, 64)
     assert shortlist.for_model(tmp_path, (64, 70)).tolist() == IDS.tolist()
-    assert shortlist.for_model(tmp_path, (60, 64)).tolist() == [i for i in tiny.LISTED if i < 60], (
-        "padding of the target is removed"
-    )
+    assert shortlist.for_model(tmp_path, (60, 64)).tolist() == [
+        i for i in tiny.SHORTLIST if i < 60
+    ], "padding of the target is removed"
     with pytest.raises(LoadError, match="64 tokens, but the draft model has 70"):
         shortlist.for_model(tmp_path, (70, 80))
     with pytest.raises(LoadError, match="none of the 60"):

@@ -38,7 +38,7 @@ from forerun.types import Draft, Proposal
 from tests import tiny
 from tests.models.test_tokenizer import PLAIN, byte_fallback, write
 
-END, VOCAB = 2, tiny.WORDED
+END, VOCAB = 2, tiny.PADDED_VOCAB
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -70,7 +70,7 @@ GRAMMARS = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(tiny.worded())
+    return Tokenizer(tiny.with_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +284,10 @@ INVALID_VALUES = {
 def test_invalid_values_are_refused(given: tuple[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         Grammar.of(*given)
+
+
+def test_a_text_may_have_the_greatest_length() -> None:
+    assert len(Grammar.of("regex", "a" * LONGEST).text) == LONGEST
 
 
 def test_grammars_are_compared_by_value() -> None:

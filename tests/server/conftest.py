@@ -28,13 +28,13 @@ max_rows = 8
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    return LLM(tiny.spoken(), context=2048, kv_tokens=8192, max_rows=8)
+    return LLM(tiny.repetitive(), context=2048, kv_tokens=8192, max_rows=8)
 
 
 @pytest.fixture(scope="session")
 def spare() -> LLM:
     """A model for servers that a test starts, damages and stops."""
-    return LLM(tiny.spoken(), context=2048, kv_tokens=2048, max_rows=2)
+    return LLM(tiny.repetitive(), context=2048, kv_tokens=2048, max_rows=2)
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def api(request: pytest.FixtureRequest) -> Iterator[Client]:
     if request.param == "serve":
         yield request.getfixturevalue("serve")
         return
-    with deployed(CLUSTER_PLAN.format(model=tiny.spoken())) as (_, http):
+    with deployed(CLUSTER_PLAN.format(model=tiny.repetitive())) as (_, http):
         yield Client(url=str(http.base_url).rstrip("/"), http=http)
 
 

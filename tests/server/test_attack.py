@@ -36,7 +36,7 @@ def test_an_attack_does_not_affect_other_clients() -> None:
     """
     names = attack_corpus.NAMES
     script = str(ROOT / "scripts" / "attack.py")
-    command = [sys.executable, script, *SHORT, "--model", str(tiny.spoken())]
+    command = [sys.executable, script, *SHORT, "--model", str(tiny.repetitive())]
     command += [word for name in names for word in ("--only", name)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout, done.stderr

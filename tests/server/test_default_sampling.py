@@ -103,7 +103,7 @@ def test_command_line_uses_generation_config(
     import shutil
 
     model = tmp_path / "tiny"
-    shutil.copytree(tiny.spoken(), model)
+    shutil.copytree(tiny.repetitive(), model)
     if settings is not None:
         (model / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 2}))
     flags = ["--json", "--model", str(model), "--max-tokens", "2", "--kv-tokens", "2048"]

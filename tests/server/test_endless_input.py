@@ -44,7 +44,7 @@ EXPLODING = r"(.|\n)*[aeiou](.|\n){30}x"  # the number of lexer states doubles w
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("endless") / "tiny"
-    shutil.copytree(tiny.spoken(), directory)
+    shutil.copytree(tiny.repetitive(), directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 

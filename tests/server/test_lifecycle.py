@@ -29,7 +29,7 @@ from tests.server.serving import post_headers, until
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
-MODEL = str(tiny.spoken())
+MODEL = str(tiny.repetitive())
 LONG = 8000  # tokens; 24 texts of this length take longer than any test waits
 REQUEST = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3}
 REQUEST |= {"return_token_ids": True}
@@ -183,7 +183,10 @@ def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(server_run.Server, "run", second_signal)
     monkeypatch.setattr(server_run, "start_logging", lambda *_: None)
-    options, listener = {"model": str(tiny.worded()), "kv_tokens": 256}, listen(Settings(port=0))
+    options, listener = (
+        {"model": str(tiny.with_tokenizer()), "kv_tokens": 256},
+        listen(Settings(port=0)),
+    )
     assert server_run.run(options, Settings(), listener, False) == 0
     assert not servers[0].service._thread.is_alive()
 

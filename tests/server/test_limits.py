@@ -288,7 +288,7 @@ print(json.dumps(found))
 @pytest.mark.parametrize("key", [(), ("key",)], ids=["without keys", "with keys"])
 def test_no_request_imports_a_module(key: tuple[str, ...]) -> None:
     """An import needs a file descriptor, and clients may hold all of them."""
-    command = [sys.executable, "-c", FIRST_REQUESTS, str(tiny.spoken()), *key]
+    command = [sys.executable, "-c", FIRST_REQUESTS, str(tiny.repetitive()), *key]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -298,7 +298,7 @@ def test_no_request_imports_a_module(key: tuple[str, ...]) -> None:
 
 def test_clients_cannot_take_all_file_descriptors() -> None:
     """With 160 descriptors and 400 open connections, requests are served and the log is short."""
-    command = f"ulimit -n 160; exec {sys.executable} -m forerun serve {tiny.spoken()} --port 0"
+    command = f"ulimit -n 160; exec {sys.executable} -m forerun serve {tiny.repetitive()} --port 0"
     with (
         subprocess.Popen(
             ["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True

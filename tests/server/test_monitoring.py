@@ -108,7 +108,7 @@ def test_greeting_and_announcement() -> None:
 def test_a_terminal_gets_the_greeting_and_nothing_else() -> None:
     outer, inner = pty.openpty()
     devnull = os.open(os.devnull, os.O_RDWR)
-    flags = ["serve", str(tiny.spoken()), "--port", "0", "--kv-tokens", "2048"]
+    flags = ["serve", str(tiny.repetitive()), "--port", "0", "--kv-tokens", "2048"]
     process = Process(flags, devnull, devnull, inner, {**os.environ})
     os.close(devnull)
     os.close(inner)
@@ -137,7 +137,7 @@ def test_a_request_is_one_line_and_one_span(caplog: pytest.LogCaptureFixture) ->
     exporter, provider = export.InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(sdk.export.SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
-    app = make_app(LLM(tiny.spoken(), kv_tokens=2048), Settings())
+    app = make_app(LLM(tiny.repetitive(), kv_tokens=2048), Settings())
     body = {"prompt": "def f(", "max_tokens": 5, "temperature": 0}
     headers = {"X-Request-Id": "mine-1"}
 

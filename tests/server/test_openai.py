@@ -119,7 +119,7 @@ def model_logprobs(llm: LLM, ids: list[int]) -> list[float]:
     from forerun.cache.attention import Segment
     from forerun.load import make_runner, pick_device
 
-    runner = make_runner(llm.config, tiny.spoken(), pick_device("cpu"))
+    runner = make_runner(llm.config, tiny.repetitive(), pick_device("cpu"))
     tokens = llm.tokens(CODE) + ids
     assert runner.cache.pages.grow(0, len(tokens))
     parents = list(range(-1, len(tokens) - 1))
@@ -197,7 +197,7 @@ def test_speculation_metrics_in_vllms_format(client: openai.OpenAI) -> None:
 @pytest.fixture(scope="module")
 def reference() -> LLM:
     """The same model, which no server uses."""
-    return LLM(tiny.spoken(), context=2048, kv_tokens=8192, max_rows=8)
+    return LLM(tiny.repetitive(), context=2048, kv_tokens=8192, max_rows=8)
 
 
 LONG = "for i in range(10): print(i, i * i, 'x')\n" * 20

@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a unique name that holds a model and a drafter."""
     root = tmp_path_factory.mktemp("secret-place")
     for name in ("served", "drafter"):
-        shutil.copytree(tiny.spoken(), root / name)
+        shutil.copytree(tiny.repetitive(), root / name)
     return root
 
 

@@ -370,7 +370,7 @@ def test_other_formats_are_refused_with_advice(form: Any, advice: str) -> None:
 def reasoner(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """A model whose template shows its variables."""
     directory = tmp_path_factory.mktemp("reasoner") / "tiny"
-    shutil.copytree(tiny.spoken(), directory)
+    shutil.copytree(tiny.repetitive(), directory)
     variables = [
         "messages[0].content",
         "reasoning_effort|default('-')",

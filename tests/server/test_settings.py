@@ -113,7 +113,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[dict[str, Any]
     calls: list[Any] = []
     monkeypatch.setattr(run, "run", lambda *arguments: calls.append(arguments) or 0)
     monkeypatch.setattr("forerun.server.cli.listen", lambda settings: None)
-    monkeypatch.setattr(sys, "argv", ["forerun", "serve", str(tiny.spoken()), *args])
+    monkeypatch.setattr(sys, "argv", ["forerun", "serve", str(tiny.repetitive()), *args])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 0
@@ -125,7 +125,7 @@ def test_flags_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = write(tmp_path, 'port = 9000\nmax-queue = 3\ndraft = "ngram"\nmodel = "./a"\n')
     flags = ("--config", str(file), "--port", "0", "--depth", "2")
     options, settings, _ = started(monkeypatch, *flags)
-    assert options == {"model": str(tiny.spoken()), "draft": "ngram", "depth": "2"}
+    assert options == {"model": str(tiny.repetitive()), "draft": "ngram", "depth": "2"}
     assert (settings.port, settings.max_queue) == (0, 3)
 
 
@@ -167,6 +167,6 @@ def test_every_limit_is_in_the_documented_table() -> None:
 def test_serve_accepts_the_flags_of_other_servers(
     args: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"model": str(tiny.spoken()), "context": 64, "max_rows": 2}
+    options = {"model": str(tiny.repetitive()), "context": 64, "max_rows": 2}
     expected = (options, Settings(port=0, served_name="x"), "-v" in args)
     assert started(monkeypatch, *args) == expected

@@ -64,7 +64,7 @@ def documents(texts: list[str]) -> list[Document]:
 
 def with_template(directory: Path, template: str, model: Path | None = None) -> str:
     """Write a tiny model with this chat template."""
-    shutil.copytree(model or tiny.worded(), directory)
+    shutil.copytree(model or tiny.with_tokenizer(), directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"chat_template": template}))
@@ -97,7 +97,7 @@ def check_forecast(
 
 @pytest.fixture(scope="session")
 def target() -> Target:
-    return Target(str(tiny.worded()), Training(**SMALL))
+    return Target(str(tiny.with_tokenizer()), Training(**SMALL))
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,9 @@ PROMPTS = [list(range(3 + 5 * i, 3 + 5 * i + 7 + i)) for i in range(6)]
 @pytest.fixture(scope="module")
 def reference() -> Tensor:
     """transformers' logits along TEXTS, [B, N, V]."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.worded(), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny.with_tokenizer(), dtype=torch.float32
+    )
     ids = torch.zeros(3, 27, dtype=torch.int64)
     for i, text in enumerate(TEXTS):
         ids[i, : len(text.tokens)] = torch.tensor(text.tokens)
@@ -86,8 +88,8 @@ def test_continuations_are_a_function_of_prompt_and_seed(target: Target) -> None
 
 def with_llm(**options: object) -> Target:
     """Return a target on an engine with these options."""
-    found = Target(str(tiny.spoken()), Training(**SMALL))
-    found.llm = LLM(str(tiny.spoken()), draft="suffix", page=PAGE, **options)  # type: ignore[arg-type]
+    found = Target(str(tiny.repetitive()), Training(**SMALL))
+    found.llm = LLM(str(tiny.repetitive()), draft="suffix", page=PAGE, **options)  # type: ignore[arg-type]
     found.recorder = found.llm.engine.proposers[RECORDED] = Recorder()
     found.aux_hidden_layers = (1, 2)
     return found
@@ -104,7 +106,7 @@ def test_outputs_do_not_depend_on_the_precision_of_training() -> None:
 
 def test_unusable_targets_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most 256"):
-        Target(str(tiny.worded()), Training(tokens=257))
+        Target(str(tiny.with_tokenizer()), Training(tokens=257))
     with pytest.raises(ConfigError, match="no tokenizer"):
         Target(str(tiny.family("llama")), Training(**SMALL))
 
@@ -112,7 +114,7 @@ def test_unusable_targets_are_refused() -> None:
 @pytest.fixture(scope="module")
 def writer() -> Target:
     """A target that always drafts, even if that does not pay for a tiny model."""
-    target = Target(str(tiny.spoken()), Training(**SMALL))
+    target = Target(str(tiny.repetitive()), Training(**SMALL))
     target.llm.engine.add = functools.partial(target.llm.engine.add, depth=4)  # type: ignore[method-assign]
     return target
 

@@ -52,7 +52,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 @pytest.fixture
 def train(bare: Verb, data: Path) -> Verb:
     """`forerun train` for the tiny target on its data."""
-    basics = ["--target", str(tiny.worded()), "--data", str(data), *FLAGS]
+    basics = ["--target", str(tiny.with_tokenizer()), "--data", str(data), *FLAGS]
     return lambda *args: bare(*basics, *args)
 
 
@@ -100,7 +100,7 @@ def test_training_writes_a_usable_drafter(train: Verb, data: Path, tmp_path: Pat
     cases = [(m["temperature"], m["depth"]) for m in report["measured"]]
     assert cases == [(t, d) for t in (0, 0.8) for d in (1, 2, 3)]
     assert "| held-out | 0.8 | " in readme and "depth 3 |" in readme
-    llm = LLM(tiny.worded(), draft=f"model:{out}", kv_tokens=1024)
+    llm = LLM(tiny.with_tokenizer(), draft=f"model:{out}", kv_tokens=1024)
     (output,) = llm.generate('{"name":', SamplingParams.pure(max_tokens=8))
     assert output.stats.by_source["model"].drafted
     code, text, _ = train("--eval", str(out), "--json")
@@ -129,7 +129,7 @@ def test_tasks_and_speed(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: A
     assert comparison["default"] == "suffix" and report["advice"] in readme
     assert report["advice"].replace("DIRECTORY", str(out)) in text
     assert ("next: " in text) == comparison["better"] == report["advice"].startswith("Use it")
-    words = ("--eval", str(out), "--target", str(tiny.worded()), *FLAGS, "--tasks", "chat")
+    words = ("--eval", str(out), "--target", str(tiny.with_tokenizer()), *FLAGS, "--tasks", "chat")
     code, text, _ = bare(*words, "--depth", "1", "--speed-rounds", "1")  # tasks without data
     assert code == 0 and "tasks texts: " in text and "held-out" not in text
 
@@ -149,8 +149,10 @@ def test_a_time_limit_that_ends_before_the_first_step(train: Verb, tmp_path: Pat
 @pytest.mark.parametrize("recipe", ["small-lm", "eagle3", "medusa"])
 def test_a_quantised_target(recipe: str, bare: Verb, data: Path, tmp_path: Path) -> None:
     target, out = tmp_path / "target", str(tmp_path / "drafter")
-    quantise.checkpoint(target, "packed", 8, size=0, vocab_size=load_config(tiny.worded()).vocab)
-    for path in tiny.worded().glob("tokenizer*"):
+    quantise.checkpoint(
+        target, "packed", 8, size=0, vocab_size=load_config(tiny.with_tokenizer()).vocab
+    )
+    for path in tiny.with_tokenizer().glob("tokenizer*"):
         shutil.copyfile(path, target / path.name)
     basics = ("--target", str(target), "--data", str(data), *FLAGS, "--steps", "2")
     code, _, err = bare(*basics, "--recipe", recipe, "--out", out, "--json")
@@ -317,7 +319,7 @@ def test_zero_steps_write_the_targets_layers_unchanged(train: Verb, tmp_path: Pa
     report = json.loads(text)
     assert code == 0 and report["losses"] == []
     assert [evaluation["step"] for evaluation in report["evaluations"]] == [0]
-    made, full = Checkpoint(out), Checkpoint(tiny.worded())
+    made, full = Checkpoint(out), Checkpoint(tiny.with_tokenizer())
     assert made.where and all(torch.equal(made.read(n), full.read(n)) for n in made.where)
 
 
@@ -356,7 +358,7 @@ def test_bad_input_prints_one_line(
     (tmp_path / "full.txt").write_text("words")
     (tmp_path / "link").symlink_to(tmp_path)
     given = [flag.format(tmp=tmp_path) for flag in flags]
-    given = given if "--target" in flags else ["--target", str(tiny.worded()), *given]
+    given = given if "--target" in flags else ["--target", str(tiny.with_tokenizer()), *given]
     code, out, err = bare(*given)
     assert (code, out) == (2, "") and message in err.splitlines()[-1]
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1
@@ -377,7 +379,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
 def test_a_model_of_another_vocabulary_is_refused(train: Verb, tmp_path: Path) -> None:
     """It has as many tokens, but two of them are swapped."""
     other = tmp_path / "other"
-    shutil.copytree(tiny.worded(), other)
+    shutil.copytree(tiny.with_tokenizer(), other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
@@ -393,7 +395,7 @@ def test_a_drafter_records_the_hub_id_and_licence_of_its_target(
 ) -> None:
     """They are those of a model in the Hub's cache; `drafters info` and `drafters push` use them."""
     home = tmp_path / "models--org--Big-1B" / "snapshots" / "5"
-    shutil.copytree(tiny.worded(), home)
+    shutil.copytree(tiny.with_tokenizer(), home)
     (home / "README.md").write_text("---\nlicense: Apache-2.0\n---\n# Big\n")
     monkeypatch.chdir(home.parent)
     out, words = tmp_path / "d", ["--target", "./5", "--data", str(data), "--recipe", recipe]
@@ -421,14 +423,14 @@ def test_a_target_without_a_hub_id_is_recorded_by_name_or_path(
     bare: Verb, data: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The default model is recorded by its name, a directory by its absolute path."""
-    monkeypatch.setattr("forerun.models.hub.default_model", tiny.worded)
+    monkeypatch.setattr("forerun.models.hub.default_model", tiny.with_tokenizer)
     flags = ("--data", str(data), "--recipe", "medusa", *FLAGS, "--steps", "1", "--depth", "1")
     code, _, err = bare(*flags, "--out", str(tmp_path / "default"))
     assert code == 0, err
     assert facts_of(str(tmp_path / "default")).made_for == DEFAULT
     packed = prepare(tmp_path / "default", "me/mine", None, "mit", [])
     assert packed.metadata["base_model"] == DEFAULT_REPOSITORY
-    shutil.copytree(tiny.worded(), tmp_path / "big")
+    shutil.copytree(tiny.with_tokenizer(), tmp_path / "big")
     monkeypatch.chdir(tmp_path)
     code, _, err = bare("--target", "big", *flags, "--out", "d")
     assert code == 0, err

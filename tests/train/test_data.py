@@ -25,7 +25,7 @@ from tests.train.conftest import with_template
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(tiny.worded())
+    return Tokenizer(tiny.with_tokenizer())
 
 
 def documents(count: int) -> list[Document]:

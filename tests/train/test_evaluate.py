@@ -59,7 +59,7 @@ def held_out(target: Target) -> Corpus:
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    return tiny.worded(0.03)
+    return tiny.with_tokenizer(0.03)
 
 
 @pytest.fixture(scope="module")

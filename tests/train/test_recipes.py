@@ -99,7 +99,7 @@ def test_training_helps_and_predictions_agree_with_the_engine(
         close = 0.06 if result.temperature else 0.02
         assert result.passes > 150
         assert result.accepted_length == pytest.approx(result.expected, rel=close)
-    llm = LLM(tiny.worded(), draft=f"{recipe.draft}:{directory}", kv_tokens=512)
+    llm = LLM(tiny.with_tokenizer(), draft=f"{recipe.draft}:{directory}", kv_tokens=512)
     params = SamplingParams.pure(max_tokens=20, temperature=0.7, seed=2, ignore_eos=True)
     drafts = (recipe.draft, "off")
     drafted, plain = (llm.generate([5, 6, 7], params, draft=draft)[0] for draft in drafts)
@@ -235,7 +235,7 @@ class TestSmallLM:
             check_forecast(forecast, at_temperature, (i, j, k), logits[i, j + k, ids], ids)
 
     def test_the_target_itself_is_always_accepted(self, target: Target, corpus: Corpus) -> None:
-        recipe = SmallLM(SmallLMOptions(init=str(tiny.worded())))
+        recipe = SmallLM(SmallLMOptions(init=str(tiny.with_tokenizer())))
         module, batch = built(recipe, target, corpus).eval(), target.batch(TEXTS, 0.8)
         with torch.no_grad():
             forecast = recipe.forecast(module, batch, 1)
@@ -278,7 +278,7 @@ class TestSmallLM:
         module = built(recipe, target, corpus, noise=0.01).eval()
         recipe.export(module, target, tmp_path)
         exact: dict[str, Any] = {"draft_quantization": "none", "dtype": "float32"}
-        llm = LLM(tiny.worded(), draft=f"model:{tmp_path}", kv_tokens=1024, **exact)
+        llm = LLM(tiny.with_tokenizer(), draft=f"model:{tmp_path}", kv_tokens=1024, **exact)
         text, drafts, params = list(range(5, 20)), 0, SamplingParams(max_tokens=24)
         request = llm.engine.add(text, params, draft="model", depth=3, trace=True)
         while llm.engine.busy:

@@ -41,7 +41,7 @@ def data(tmp_path: Path) -> str:
 
 
 def test_a_prepared_table_drafts_from_the_first_token(prompts: str, tmp_path: Path) -> None:
-    target, out = str(tiny.spoken()), tmp_path / "table"
+    target, out = str(tiny.repetitive()), tmp_path / "table"
     made = make_table(target, [prompts], SETTINGS, out, nothing)
     assert made.texts == 6 and made.positions > made.texts
     assert sorted(path.name for path in out.iterdir()) == [TABLE, "training.json"]
@@ -64,11 +64,11 @@ def test_a_table_that_cannot_be_written_leaves_no_file(
     with monkeypatch.context() as patched:
         patched.setattr(SuccessorTable, "save", full)
         with pytest.raises(ForerunError, match="No space left"):
-            make_table(str(tiny.spoken()), [prompts], SETTINGS, out, nothing)
+            make_table(str(tiny.repetitive()), [prompts], SETTINGS, out, nothing)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
     monkeypatch.setattr(run_module, "write", lambda *args: WrittenTexts(["{}"] * 4, 0, 0, 0.0))
     settings = replace(SETTINGS, write=4)
-    made = make_table(str(tiny.spoken()), [prompts], settings, out, nothing)
+    made = make_table(str(tiny.repetitive()), [prompts], settings, out, nothing)
     assert made.texts == 6 + 4, "prompts, and texts that the target wrote"
     with pytest.raises(ConfigError, match="is there already"):
         make_table("nowhere", [], SETTINGS, out, nothing)
@@ -76,14 +76,14 @@ def test_a_table_that_cannot_be_written_leaves_no_file(
 
 def test_a_shortlist_has_the_most_frequent_tokens(data: str, tmp_path: Path) -> None:
     """It also has the end tokens. One document is enough to make it."""
-    target, out = str(tiny.spoken()), tmp_path / "list"
+    target, out = str(tiny.repetitive()), tmp_path / "list"
     made = make_shortlist(target, [data], 12, SETTINGS, out, nothing)
     llm = LLM(target, draft="off", kv_tokens=512)
     counts = Counter(llm.tokens(TEXT)[1:])  # the first token is never drafted
     ends, found = set(llm.decoder.config.end_ids), read_shortlist(out)
     ids = found.ids.tolist()
     assert len(ids) == made.tokens == 12 and ends <= set(ids)
-    assert found.vocab == made.vocab == tiny.WORDED
+    assert found.vocab == made.vocab == tiny.PADDED_VOCAB
     others = max(count for token, count in counts.items() if token not in ids)
     assert min(counts[token] for token in ids if token not in ends) >= others
     total = sum(counts.values())
@@ -97,15 +97,15 @@ def test_a_shortlist_has_the_most_frequent_tokens(data: str, tmp_path: Path) -> 
 def test_a_shortlist_does_not_change_the_output(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, out = str(tiny.spoken()), str(tmp_path / "list")
+    target, out = str(tiny.repetitive()), str(tmp_path / "list")
     words = ("train", "--recipe", "shortlist", "--target", target, "--data", data, "--out", out)
     code, text, err = run(monkeypatch, capsys, *words, "--json")
     assert code == 0, err
-    assert json.loads(text)["tokens"] == tiny.WORDED, "a small vocabulary is kept completely"
+    assert json.loads(text)["tokens"] == tiny.PADDED_VOCAB, "a small vocabulary is kept completely"
     Path(out).unlink()
     code, text, err = run(monkeypatch, capsys, *words, "--draft-vocab", "100")
     assert code == 0 and "100 of 328 tokens" in text and f"--draft-shortlist {out}" in text, err
-    draft = f"model:{tiny.spoken(0.05)}"
+    draft = f"model:{tiny.repetitive(0.05)}"
     llm = LLM(target, draft=draft, draft_shortlist=out, kv_tokens=512, depth=3)
     params = SamplingParams.pure(max_tokens=30, ignore_eos=True, temperature=0.7, seed=1)
     found, plain = (llm.generate(TEXT[:20], params, draft=draft)[0] for draft in (None, "off"))
@@ -131,4 +131,4 @@ def test_bad_input_prints_one_line_before_anything_is_loaded(
     (tmp_path / "short.txt").write_text("a")
     short = [str(tmp_path / "short.txt")]
     with pytest.raises(RequestError, match="no tokens to count"):
-        make_shortlist(str(tiny.spoken()), short, None, SETTINGS, tmp_path / "list", nothing)
+        make_shortlist(str(tiny.repetitive()), short, None, SETTINGS, tmp_path / "list", nothing)

@@ -26,7 +26,7 @@ RECIPE = SmallLM(SmallLMOptions())
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    return tiny.worded(0.03)
+    return tiny.with_tokenizer(0.03)
 
 
 def measured(
@@ -92,7 +92,7 @@ def test_two_drafters_of_one_kind_are_compared(
     better: str, target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has its own name, and no directory of this machine appears in the result."""
-    settings, close, random = SETTINGS, tiny.worded(0.001), tiny.worded(3.0)
+    settings, close, random = SETTINGS, tiny.with_tokenizer(0.001), tiny.with_tokenizer(3.0)
     default, new = (close, random) if better == "automatic" else (random, close)
     monkeypatch.setattr(speed_module, "automatic", lambda *_: f"model:{default}")
     timed_run = rounds.timed_run

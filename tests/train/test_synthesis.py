@@ -54,7 +54,7 @@ LETTER = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}e"  
 
 @pytest.fixture(scope="module")
 def base() -> Target:
-    return Target(str(tiny.spoken()), SETTINGS)
+    return Target(str(tiny.repetitive()), SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Target:
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Target:
     path = tmp_path_factory.mktemp("chat") / "model"
-    return Target(with_template(path, LETTER, tiny.spoken()), SETTINGS)
+    return Target(with_template(path, LETTER, tiny.repetitive()), SETTINGS)
 
 
 class TestWriters:
@@ -227,7 +227,7 @@ class TestVerb:
         monkeypatch.setattr(runs, "write", write_anything)
         values = (SMALL | {"write": 20}).items()
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in values]
-        basics = ["--target", str(tiny.spoken()), "--layers", "1", *flags]
+        basics = ["--target", str(tiny.repetitive()), "--layers", "1", *flags]
         return lambda *args: run(monkeypatch, capsys, "train", *basics, *args)
 
     def test_training_without_data(self, verb: Verb, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny models with other vocabularies than `tiny.spoken`, which often generate the same text."""
+"""Tiny models with other vocabularies than `tiny.repetitive`, which often generate the same text."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def in_bytes() -> tokenizers.Tokenizer:
 
 def shuffled() -> tokenizers.Tokenizer:
     """Return the target's tokenizer with permuted ids."""
-    raw = json.loads((tiny.spoken() / "tokenizer.json").read_text())
+    raw = json.loads((tiny.repetitive() / "tokenizer.json").read_text())
     vocabulary = raw["model"]["vocab"]
     raw["model"]["vocab"] = {text: (7 * i + 5) % len(vocabulary) for text, i in vocabulary.items()}
     for token in raw["added_tokens"]:
@@ -89,9 +89,9 @@ MAKERS = {"pieces": pieces, "bytes": in_bytes, "shuffled": shuffled}
 
 @functools.cache
 def tokenizer(kind: str) -> Tokenizer:
-    """Return a drafter's tokenizer; "target" is that of `tiny.spoken`."""
+    """Return a drafter's tokenizer; "target" is that of `tiny.repetitive`."""
     if kind == "target":
-        return Tokenizer(tiny.spoken())
+        return Tokenizer(tiny.repetitive())
     directory = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_DIRECTORY.name))
     _write(kind, directory)
     return Tokenizer(directory)
@@ -106,7 +106,9 @@ def _write(kind: str, directory: Path) -> None:
 
 def size(kind: str) -> int:
     """Return the vocabulary size of the model."""
-    return tiny.WORDED if kind in ("target", "shuffled") else len(tokenizer(kind).vocabulary())
+    return (
+        tiny.PADDED_VOCAB if kind in ("target", "shuffled") else len(tokenizer(kind).vocabulary())
+    )
 
 
 @functools.cache
@@ -121,9 +123,9 @@ def shared(kind: str) -> SharedVocabulary:
 
 @functools.cache
 def drafter(kind: str, noise: float = 0.05) -> Path:
-    """Write `tiny.spoken(noise)` with another vocabulary. Shared tokens keep their weights; others
+    """Write `tiny.repetitive(noise)` with another vocabulary. Shared tokens keep their weights; others
     are slightly less likely than the target's token that they start with."""
-    model = hf.LlamaForCausalLM.from_pretrained(tiny.spoken(noise))
+    model = hf.LlamaForCausalLM.from_pretrained(tiny.repetitive(noise))
     embedding = model.model.embed_tokens.weight.detach()
     head = model.lm_head.weight.detach()
     torch.manual_seed(3)

@@ -15,7 +15,7 @@ from tests.gguf_files import finish, set_key
 TOKENS = ("<unk>", "a", "b")
 
 
-def little(
+def tiny_gguf(
     path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]] | None = None, **metadata: Any
 ) -> Path:
     """Write a file; names of metadata have `__` for a dot. `tensors` are types and shapes [.., in]
