@@ -114,7 +114,7 @@ def case_probabilities() -> None:
 def compile_draws() -> None:
     kinds = dict.fromkeys(("logits", "peaks", "temperature", "least"), "*fp32")
     kinds |= dict.fromkeys(("counts", "masses", "limits", "below", "total", "best"), "*fp64")
-    kinds |= dict.fromkeys(("bars", "found", "places"), "*i32")
+    kinds |= dict.fromkeys(("bars", "found", "indices"), "*i32")
     kinds |= dict.fromkeys(("keys", "tokens"), "*i64")
     shape, padded = dict(B=kernels.BLOCK), dict(PADDED=128)
     check_machine_code(kernels._find_peaks, kinds, shape, registers=48, aligned=("V",))
