@@ -62,6 +62,7 @@ CATCH_UP_SHARE = 0.5  # maximum share of a draft's time that is subtracted as ca
 CATCH_UP_DISCOUNT = 0.9  # discount factor of earlier catch-up measurements
 MOST_TOKENS = 1e9  # maximum number of tokens in a file
 SPEED_GAIN = 0.1  # weight of one measurement in the machine's speed
+OVERHEADS = 16  # number of measurements from which a step's overhead is a moving average
 BOUND_BY_ROWS = 2.0  # smallest passes: what prompts take from which on computation binds them
 ROW_CHANGE = 0.05  # of what a row costs, from which on expected costs are computed anew
 ROUTE_BYTES = 64 << 20  # of what is remembered of the experts of tokens
@@ -201,10 +202,14 @@ class CostModel:
         speed_factor: current seconds per second at the start; it follows the machine's speed.
         prompts_predict: passes that read prompts run on the same kernels as others, so that the
             time of their tokens says what rows cost that were never measured.
+        step_overhead: what a request adds to a step beside its forward pass and drafting; 0 until
+            it was measured.
     """
 
     def __init__(self) -> None:
         self.speed_factor = 1.0
+        self.step_overhead = 0.0
+        self._num_overheads = 0
         self.prompts_predict = False
         self._given_trend: Callable[[float], float] | None = None
         self._row: float | None = None  # `_row_of_prompts`; None: not computed yet
@@ -316,6 +321,12 @@ class CostModel:
                 self._row = row
                 self._forwards.forget_expected()
 
+    def add_step_overhead(self, seconds: float, num_requests: int) -> None:
+        """Add a measurement of what a step took beside its forward pass and drafting."""
+        self._num_overheads = min(self._num_overheads + 1, OVERHEADS)
+        new = max(seconds, 0.0) / num_requests / self.speed_factor
+        self.step_overhead += (new - self.step_overhead) / self._num_overheads
+
     def add_draft(
         self, source: str, depth: int, seconds: float, num_requests: int = 1, lag: int = 0
     ) -> None:
@@ -361,6 +372,7 @@ class CostModel:
         return {
             "forwards": self._forwards.state(factor),
             "prefills": self._prefills.state(factor),
+            "step_overhead": self.step_overhead * factor,
             "drafts": {
                 f"{octave} {source}": curve.state(factor)
                 for (source, octave), curve in self._drafts.items()
@@ -375,6 +387,10 @@ class CostModel:
         """Load costs that another process measured; invalid data raise any exception."""
         self._forwards.load_state(state["forwards"])
         self._prefills.load_state(state["prefills"])
+        overhead = float(state["step_overhead"])
+        if not 0 <= overhead < LONGEST:
+            raise ValueError(f"{overhead} s beside a pass")
+        self.step_overhead, self._num_overheads = overhead, 1 if overhead else 0
         for name, sizes in state["drafts"].items():
             octave, _, source = name.partition(" ")
             self._drafts[source, int(octave)].load_state(sizes)

@@ -220,6 +220,23 @@ def test_invalid_stored_catch_up_costs_are_refused(lag: object) -> None:
         CostModel().load_state(CostModel().state() | {"catch_ups": {"model": lag}})
 
 
+def test_step_overhead_is_a_mean_per_request_and_is_stored() -> None:
+    costs = CostModel()
+    assert costs.step_overhead == 0
+    for seconds in (4.0, 8.0):
+        costs.add_step_overhead(seconds, 4)
+    assert costs.step_overhead == pytest.approx(1.5)
+    other = CostModel()
+    other.load_state(json.loads(json.dumps(costs.state())))
+    assert other.step_overhead == pytest.approx(1.5)
+    for _ in range(200):
+        other.add_step_overhead(2.0, 4)
+    assert other.step_overhead == pytest.approx(0.5, rel=0.01)
+    for invalid in (-1.0, float("nan"), 1e9, "a", None):
+        with pytest.raises((ValueError, TypeError)):
+            CostModel().load_state(costs.state() | {"step_overhead": invalid})
+
+
 def test_within_gives_the_prefill_tokens_that_fit_a_time() -> None:
     """It is unbounded without measurements, then proportional, and below sizes that took longer."""
     costs = CostModel()

@@ -21,7 +21,7 @@ from forerun.hardware import processor
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.utils import recalled, write_atomic
 
-VERSION = "costs 4"  # of the file's content
+VERSION = "costs 5"  # of the file's content
 MIN_WEIGHT_BYTES = 32 << 20  # smaller models are measured as fast as the file is read
 MIN_PASSES, MIN_SECONDS = 16, 10.0  # between two writes
 

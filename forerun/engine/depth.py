@@ -62,12 +62,15 @@ class BatchState(NamedTuple):
         num_generating: requests that get a token in this step, whether they draft or not.
         num_drafting: how many of them may draft.
         num_prompt_tokens: prompt tokens among `num_tokens`, read whatever is drafted.
+        has_plain_rounds: without drafts the requests would run several rounds at once, and share
+            the overhead of a step among them.
     """
 
     num_tokens: int
     num_generating: int
     num_drafting: int
     num_prompt_tokens: int = 0
+    has_plain_rounds: bool = False
 
 
 @dataclass(slots=True)
@@ -486,10 +489,14 @@ class DepthPolicy:
         """Return the cost of a forward pass without the part due to its prompts.
 
         Prompts are read in any case, and drafts beside them must pay as in a pass without them. A
-        further row of such a pass costs computation, where others wait for weights.
+        further row of such a pass costs computation, where others wait for weights. With drafts
+        requests have the overhead of a step that plain rounds share among them.
         """
         if not batch.num_prompt_tokens:
-            return self.costs.forward(self._rows(num_tokens))
+            cost = self.costs.forward(self._rows(num_tokens))
+            if batch.has_plain_rounds and num_tokens > batch.num_tokens:
+                cost += self.costs.step_overhead * batch.num_generating
+            return cost
         certain = batch.num_tokens
         row = (self.costs.prefill(2 * certain) - self.costs.prefill(certain)) / certain
         alone = self.costs.forward(certain - batch.num_prompt_tokens)

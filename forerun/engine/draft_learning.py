@@ -67,6 +67,9 @@ class DraftLearning:
         self.deferred: DeferredDraft | None = None  # in this step
         self._room = 0
         self._step_began = self._drafted_at = 0.0
+        # In this step; 0 unless it has a pass and drafts of its own.
+        self._measured = self._drafting_seconds = 0.0
+        self._last_step: tuple[float, list[int]] = 0.0, []  # its beginning and its requests
         self.set_policy(policy)
 
     def set_policy(self, policy: DepthPolicy) -> None:
@@ -212,7 +215,9 @@ class DraftLearning:
         if experts is not None:
             read = [token for s in batch if s.segment for token in s.segment.tokens]
             num_tokens = self.policy.effective_size(read, experts, decodes)
-        self.overlap.record_forward(num_tokens, self.clock() - self._drafted_at, decodes)
+        seconds = self.clock() - self._drafted_at
+        self.overlap.record_forward(num_tokens, seconds, decodes)
+        self._measured += seconds
         is_cold = self.policy.costs.is_cold(num_tokens)
         if not decodes or is_cold or any(s.request.has_fixed_depth for s in batch):
             return
@@ -237,8 +242,19 @@ class DraftLearning:
             depth = max(1, *(max(draft.depths()) for draft in proposed if draft is not None))
         lag = sum(self._lag(request, proposer.name) for request in requests)
         self.overlap.record_draft(proposer, depth, seconds, len(draft_requests), lag)
+        self._drafting_seconds += seconds
         for request in requests:
             self.state(request).last_asked[proposer.name] = len(request.tokens), self.steps
+
+    def _record_step_overhead(self, batch: Sequence[ScheduledRequest], now: float) -> None:
+        """Record what the last step took beside its pass and drafting; call it when one begins."""
+        began, requests = self._last_step
+        decoding = [s.request.id for s in batch if s.generates and s.count == 1]
+        self._last_step = now, decoding if len(decoding) == len(batch) else []
+        if self._measured and requests and decoding == requests:
+            overhead = now - began - self._measured - self._drafting_seconds
+            self.policy.costs.add_step_overhead(overhead, len(requests))
+        self._measured = self._drafting_seconds = 0.0
 
     def _record_nothing(self, request: Request, name: str) -> None:
         """Record that a proposer has nothing to draft."""

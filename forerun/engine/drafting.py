@@ -96,20 +96,28 @@ class Drafting(DraftLearning):
 
     # Drafting
 
-    def draft(self, batch: Sequence[ScheduledRequest], room: int = 0) -> None:
+    def draft(
+        self,
+        batch: Sequence[ScheduledRequest],
+        room: int = 0,
+        has_plain_rounds: bool = False,
+    ) -> None:
         """Set the draft of each generating request.
 
         A draft is a root where drafting does not pay, there is no room, or a proposer failed (which
         is the request's error). It stays None for requests that must wait for their grammar. With
         `room` for so many tokens of each request, a drafter that can draft in several rounds at
-        once prepares those (`deferred`) instead.
+        once prepares those (`deferred`) instead. `has_plain_rounds` as in `BatchState`.
         """
         self._step_began, began = self.wall_clock(), self.clock()
+        self._record_step_overhead(batch, began)
         self.deferred, self._room = None, room
         generating = [scheduled for scheduled in batch if scheduled.generates]
         num_tokens = sum(scheduled.count for scheduled in batch)
         prompts = sum(s.count - s.generates for s in batch if s.count > 1)
-        certain = BatchState(num_tokens, len(generating), len(generating), prompts)
+        certain = BatchState(
+            num_tokens, len(generating), len(generating), prompts, has_plain_rounds
+        )
         allowed = self.guard.allows()
         self.overlap = Overlap(self.policy, waiting_is_free=self.clock is time.thread_time)
         for scheduled in generating:
@@ -118,7 +126,7 @@ class Drafting(DraftLearning):
         reasons = {s.request.id: self._reason_not_to_ask(s, allowed) for s in generating}
         plans = [self._plan(s, certain) for s in generating if not reasons[s.request.id]]
         num_tokens += sum(len(s.draft) - 1 for s in generating if s.draft)
-        full_batch = certain._replace(num_tokens=num_tokens, num_drafting=len(plans))
+        full_batch = _with_drafts(certain, num_tokens, len(plans))
         self._ask_all(plans, certain, num_tokens)
         self._probe_rivals(plans, certain)
         for plan in plans:
@@ -210,7 +218,7 @@ class Drafting(DraftLearning):
         asking = plans
         while asking := [plan for plan in asking if self._continues(plan, certain)]:
             drafted = sum(len(plan.draft) - 1 for plan in plans if plan.draft)
-            batch = certain._replace(num_tokens=num_tokens + drafted, num_drafting=len(asking))
+            batch = _with_drafts(certain, num_tokens + drafted, len(asking))
             self._ask(asking, batch)
 
     def _continues(self, plan: DraftPlan, batch: BatchState) -> bool:
@@ -449,3 +457,13 @@ class Drafting(DraftLearning):
         """Let proposers that can draft on while the target verifies `batch`."""
         drafts = {s.request.id: s.draft for s in batch if s.draft is not None}
         return self.overlap.during_forward(drafts)
+
+
+def _with_drafts(batch: BatchState, num_tokens: int, num_drafting: int) -> BatchState:
+    """Return the state of a batch in which some requests have drafts; those have left plain rounds
+    already."""
+    return batch._replace(
+        num_tokens=num_tokens,
+        num_drafting=num_drafting,
+        has_plain_rounds=batch.has_plain_rounds and num_tokens == batch.num_tokens,
+    )

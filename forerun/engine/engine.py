@@ -282,7 +282,8 @@ class Engine:
         batch = self._plan()
         is_full_batch = len(batch) == len(self.scheduler.running)
         room = self.multi_step.room(batch) if is_full_batch else 0
-        batch = self._draft(batch, room)
+        has_plain_rounds = is_full_batch and not room and self.multi_step.is_possible
+        batch = self._draft(batch, room, has_plain_rounds)
         events, self._pending = self._pending, []
         several = self.multi_step.run(batch) if batch and is_full_batch else []
         if several:
@@ -344,12 +345,14 @@ class Engine:
             return True
         return False
 
-    def _draft(self, batch: list[ScheduledRequest], room: int) -> list[ScheduledRequest]:
+    def _draft(
+        self, batch: list[ScheduledRequest], room: int, has_plain_rounds: bool
+    ) -> list[ScheduledRequest]:
         """Draft for the generating requests; return the requests that stay in the step. `room` is
-        that of `MultiStep.room`."""
+        that of `MultiStep.room`; the last argument as in `BatchState`."""
         if not batch:
             return []
-        self.drafting.draft(batch, room)
+        self.drafting.draft(batch, room, has_plain_rounds)
         return [
             scheduled
             for scheduled in batch

@@ -62,6 +62,11 @@ class MultiStep:
         self._rounds = self._rounds if room else 0
         return room
 
+    @property
+    def is_possible(self) -> bool:
+        """True if this step may run several rounds; `room` was called before."""
+        return self._rounds > 1
+
     def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
         """Run rounds after `Drafting.draft`, and return one event for each request; [], with
         nothing done, if there are none. `room` was called before, for all requests that run."""

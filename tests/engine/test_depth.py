@@ -47,6 +47,16 @@ def test_depth_maximises_the_published_formula() -> None:
             assert depth == best
 
 
+def test_drafting_must_gain_the_overhead_of_a_step_that_plain_rounds_save() -> None:
+    policy, acceptance = learned(rate=0.6, draft_cost=0.05, slope=0.1)
+    options = [DraftOption("model", 8, acceptance) for _ in range(2)]
+    plain, rounds = BatchState(2, 2, 2), BatchState(2, 2, 2, has_plain_rounds=True)
+    assert min(policy.choose(options, rounds)) > 0  # nothing is known of an overhead
+    policy.costs.add_step_overhead(4.0, 2)
+    assert min(policy.choose(options, plain)) > 0
+    assert policy.choose(options, rounds) == [0, 0]
+
+
 def test_a_draft_that_does_not_pay_is_not_made() -> None:
     policy, acceptance = learned(rate=0.2, draft_cost=0.5, slope=0.3)
     assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]

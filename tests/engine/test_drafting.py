@@ -471,3 +471,24 @@ def test_a_drafter_with_a_long_lag_waits_during_prefill(monkeypatch: pytest.Monk
     assert len(drafter.calls) <= num_calls + 1  # the step of the last chunk reads no more prompt
     build.finish(engine)
     assert len(drafter.calls) > num_calls
+
+
+def test_step_overhead_is_measured_between_steps_of_the_same_requests() -> None:
+    """It is what the clock counts beside drafting and the pass; a step that reads a prompt, or with
+    other requests than the next one, says nothing about it."""
+    engine = engine_of(Sometimes("first", 1), name="first")
+    ticks = itertools.count()
+    engine.drafting.clock = lambda: float(next(ticks))
+    samples: list[tuple[float, int]] = []
+    engine.policy.costs.add_step_overhead = lambda *sample: samples.append(sample)  # type: ignore[method-assign]
+    requests = [add(engine, "first", length=6), add(engine, "first", length=30)]
+    while any(not request.produced for request in requests):
+        engine.step()
+        assert not samples
+    while engine.busy:
+        before, count = len(samples), len(engine.requests)
+        engine.step()
+        assert len(samples) <= before + 1
+        assert all(num_requests == count for _, num_requests in samples[before:])
+    assert {num_requests for _, num_requests in samples} == {1, 2}
+    assert all(seconds > 0 for seconds, _ in samples)
