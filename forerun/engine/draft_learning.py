@@ -249,9 +249,9 @@ class DraftLearning:
     def _record_step_overhead(self, batch: Sequence[ScheduledRequest], now: float) -> None:
         """Record what the last step took beside its pass and drafting; call it when one begins."""
         began, requests = self._last_step
-        decoding = [s.request.id for s in batch if s.generates and s.count == 1]
-        self._last_step = now, decoding if len(decoding) == len(batch) else []
-        if self._measured and requests and decoding == requests:
+        decodes = all(s.generates and s.count == 1 for s in batch)
+        self._last_step = now, [s.request.id for s in batch] if decodes else []
+        if self._measured and requests and self._last_step[1] == requests:
             overhead = now - began - self._measured - self._drafting_seconds
             self.policy.costs.add_step_overhead(overhead, len(requests))
         self._measured = self._drafting_seconds = 0.0

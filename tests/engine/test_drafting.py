@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -492,3 +493,29 @@ def test_step_overhead_is_measured_between_steps_of_the_same_requests() -> None:
         assert all(num_requests == count for _, num_requests in samples[before:])
     assert {num_requests for _, num_requests in samples} == {1, 2}
     assert all(seconds > 0 for seconds, _ in samples)
+
+
+def test_step_overhead_is_what_neither_the_pass_nor_drafting_took() -> None:
+    drafting = engine_of(Sometimes("first", 1), name="first").drafting
+    samples: list[tuple[float, int]] = []
+    drafting.policy.costs.add_step_overhead = lambda *sample: samples.append(sample)  # type: ignore[method-assign]
+
+    def scheduled(number: int, count: int = 1) -> Any:
+        return SimpleNamespace(request=SimpleNamespace(id=number), generates=True, count=count)
+
+    def step(batch: Sequence[Any], now: float, measured: float = 5.0) -> None:
+        drafting._record_step_overhead(batch, now)
+        drafting._measured, drafting._drafting_seconds = measured, 2.0
+
+    both, reading = [scheduled(1), scheduled(2)], [scheduled(1), scheduled(2), scheduled(3, 40)]
+    step(both, 10.0)
+    assert samples == []
+    step(both, 20.0)
+    assert samples == [(3.0, 2)]
+    step(both, 29.0, measured=0.0)
+    assert samples == [(3.0, 2), (2.0, 2)]
+    step(both, 39.0)  # behind rounds in one call, which have no pass of their own
+    step(reading, 49.0)
+    step(reading, 59.0)
+    step(both, 69.0)
+    assert len(samples) == 2
