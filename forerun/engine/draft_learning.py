@@ -322,7 +322,8 @@ class DraftLearning:
         self, request: Request, proposer: Proposer, shortest: int, num_requests: int
     ) -> int:
         """Compute `least_match`."""
-        batch, state = BatchState(num_requests, num_requests, 1), self.state(request)
+        state = self.state(request)
+        batch = BatchState(num_requests, num_requests, 1, has_plain_rounds=num_requests > 1)
         parts = self.proposers[request.draft].parts
         others = [part for part in parts if not part.copies_text]
         for bits in range(shortest.bit_length(), MAX_MATCH_BITS + 1):
