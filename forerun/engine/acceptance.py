@@ -285,6 +285,7 @@ class DraftOption:
         width: nodes per level.
         lag: committed tokens that the proposer has not read yet.
         copies: the proposer copies text, which may begin to pay with any token.
+        horizon: tokens that the request is expected to produce yet, if they are more than a few.
     """
 
     source: str
@@ -293,6 +294,7 @@ class DraftOption:
     width: int = 1
     lag: int = 0
     copies: bool = False
+    horizon: int = 0
 
 
 def kind_of_match(source: str, match: int) -> str:

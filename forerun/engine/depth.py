@@ -41,7 +41,7 @@ MAX_FLOOR = 0.9  # of the probability below which a chain ends
 MIN_ACCEPTANCE = 0.02  # tokens less likely to be accepted are not considered
 PRIOR_OFFERED = 0.9  # how often an unknown proposer has something to offer
 MIN_PLAIN_PASSES = 2  # plain passes to measure before anything is compared with them
-CATCH_UP_HORIZON = 16  # tokens within which the drafter's catch-up cost must be recovered
+CATCH_UP_HORIZON = 16  # tokens within which a catch-up cost must be recovered, at least
 HEAVY_CATCH_UP = 0.1  # share of a pass: longer catch-ups wait until no prompts are being read
 RIVAL_IDLE_STEPS = 8  # steps after which an idle rival is tried again
 PAUSE_STEPS = 16  # steps without drafting before it is tried again, at least
@@ -481,8 +481,13 @@ class DepthPolicy:
         return best, speed
 
     def _catch_up(self, option: DraftOption) -> float:
-        """Return the cost of catching up per token within which it must be recovered."""
-        tokens = max(min(option.limit, CATCH_UP_HORIZON), 1)
+        """Return the cost of catching up per token within which it must be recovered.
+
+        A text is expected to go on for as long as it has lasted, as in the ski-rental problem
+        (Karlin et al., 1988): a draft model does not read a long prompt for a short answer, and for
+        a long one it costs at most about twice what it would if the length were known.
+        """
+        tokens = max(min(option.limit, CATCH_UP_HORIZON), option.horizon, 1)
         return self.costs.catch_up(option.source, option.lag) / tokens
 
     def _forward(self, num_tokens: float, batch: BatchState) -> float:

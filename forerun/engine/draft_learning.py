@@ -117,6 +117,7 @@ class DraftLearning:
             width=proposer.width,
             lag=self._lag(request, proposer.name),
             copies=proposer.copies_text,
+            horizon=min(request.produced, request.remaining),
         )
 
     def _lag(self, request: Request, name: str) -> int:

@@ -143,6 +143,16 @@ def test_a_lag_must_pay_within_the_tokens_that_remain() -> None:
         assert (depth > 0) is drafts, (lag, remaining)
 
 
+def test_a_long_lag_pays_once_a_text_has_lasted_long() -> None:
+    """Reading 1000 tokens costs 200 passes, and a drafting step gains more than one."""
+    for horizon, drafts in ((0, False), (100, False), (400, True)):
+        policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.05)
+        policy.costs.add_draft("model", 1, 20.1, lag=100)
+        option = DraftOption("model", 8, acceptance, lag=1000, horizon=horizon)
+        (depth,) = policy.choose([option], ONE)
+        assert (depth > 0) is drafts, horizon
+
+
 def test_an_accepted_probe_is_continued_in_the_next_step() -> None:
     """The catch-up is paid by then. A draft is continued only if it would pay when accepted."""
     for slope, goes_on in ((0.3, True), (1.2, False)):
