@@ -39,6 +39,7 @@ from forerun.verify import Noise
 
 CAN_DEFER = (HiddenStateProposer, DraftModel, DeviceRecycle)
 LONG_PAUSE = 64  # steps: the drafter state of requests that pause longer is released
+NEVER_ASKED = -2  # the step of a proposer that has not drafted for a request
 
 
 class Drafting(DraftLearning):
@@ -74,11 +75,14 @@ class Drafting(DraftLearning):
         proposer, state = self.proposers[request.draft], self.state(request)
         proposer.open(request.slot, request.tokens, request.references, request.tenant)
         state.released = False
-        state.last_asked = {
-            part.name: (len(request.tokens), -1)
-            for part in proposer.parts
-            if part.aux_hidden_layers and request.produced
-        }
+        state.last_asked = {}
+        for part in proposer.parts:
+            cache = part.kv()
+            if part.aux_hidden_layers and request.produced:
+                state.last_asked[part.name] = len(request.tokens), -1
+            elif cache is not None and not part.aux_hidden_layers:
+                # A prefix that an earlier request shares need not be read again.
+                state.last_asked[part.name] = cache.length[request.slot], NEVER_ASKED
 
     def _release_or_restore(self, request: Request) -> None:
         """Release the drafter state of a request that pauses for long; restore it before the end.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forerun import LLM, SamplingParams
 from forerun.draft.compose import BestOf, InTurn
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.acceptance import BetaCounts, DraftOption, kind_of_match
@@ -519,3 +520,17 @@ def test_step_overhead_is_what_neither_the_pass_nor_drafting_took() -> None:
     step(reading, 59.0)
     step(both, 69.0)
     assert len(samples) == 2
+
+
+def test_a_cached_prefix_is_not_part_of_a_draft_models_lag() -> None:
+    llm = LLM(tiny.repetitive(), draft=f"model:{tiny.repetitive(0.05)}", kv_tokens=2048)
+    engine, params = llm.engine, SamplingParams(max_tokens=8, ignore_eos=True)
+    lags = []
+    for _ in range(2):
+        request = engine.add(list(range(3, 103)), params, draft="model", depth=2)
+        while request.slot < 0:
+            engine.step()
+        (proposer,) = engine.drafting.proposers["model"].parts
+        lags.append(engine.drafting._lag(request, proposer.name))
+        build.finish(engine)
+    assert lags[0] >= 100 and 0 < lags[1] < 32
