@@ -285,7 +285,7 @@ class DraftOption:
         width: nodes per level.
         lag: committed tokens that the proposer has not read yet.
         copies: the proposer copies text, which may begin to pay with any token.
-        horizon: tokens that the request is expected to produce yet, if they are more than a few.
+        horizon: steps with drafts that the request is expected to take yet (`expected_steps`).
     """
 
     source: str

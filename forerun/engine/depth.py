@@ -41,7 +41,8 @@ MAX_FLOOR = 0.9  # of the probability below which a chain ends
 MIN_ACCEPTANCE = 0.02  # tokens less likely to be accepted are not considered
 PRIOR_OFFERED = 0.9  # how often an unknown proposer has something to offer
 MIN_PLAIN_PASSES = 2  # plain passes to measure before anything is compared with them
-CATCH_UP_HORIZON = 16  # tokens within which a catch-up cost must be recovered, at least
+CATCH_UP_HORIZON = 16  # steps within which a catch-up cost must be recovered, at least
+TOKENS_A_STEP = 3  # with drafts, about: with fewer, texts ended before long catch-ups had paid
 HEAVY_CATCH_UP = 0.1  # share of a pass: longer catch-ups wait until no prompts are being read
 RIVAL_IDLE_STEPS = 8  # steps after which an idle rival is tried again
 PAUSE_STEPS = 16  # steps without drafting before it is tried again, at least
@@ -481,14 +482,9 @@ class DepthPolicy:
         return best, speed
 
     def _catch_up(self, option: DraftOption) -> float:
-        """Return the cost of catching up per token within which it must be recovered.
-
-        A text is expected to go on for as long as it has lasted, as in the ski-rental problem
-        (Karlin et al., 1988): a draft model does not read a long prompt for a short answer, and for
-        a long one it costs at most about twice what it would if the length were known.
-        """
-        tokens = max(min(option.limit, CATCH_UP_HORIZON), option.horizon, 1)
-        return self.costs.catch_up(option.source, option.lag) / tokens
+        """Return the cost of catching up per step within which it must be recovered."""
+        steps = max(min(option.limit, CATCH_UP_HORIZON), option.horizon, 1)
+        return self.costs.catch_up(option.source, option.lag) / steps
 
     def _forward(self, num_tokens: float, batch: BatchState) -> float:
         """Return the cost of a forward pass without the part due to its prompts.
@@ -608,3 +604,12 @@ def may_stop(request: Request, proposer: Proposer) -> bool:
     """
     free = request.depth == "auto" and request.rule.coupled
     return free and (proposer.ends_chains or proposer.reports_confidence)
+
+
+def expected_steps(produced: int, remaining: int) -> int:
+    """Return the steps with drafts that a request is expected to take yet.
+
+    A text is expected to go on for as long as it has lasted, as in the ski-rental problem (Karlin
+    et al., 1988): a draft model does not read a long prompt for a short answer.
+    """
+    return min(produced, remaining) // TOKENS_A_STEP

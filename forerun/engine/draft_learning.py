@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.acceptance import MAX_MATCH_BITS, NEVER, DraftOption, kind_of_match
-from forerun.engine.depth import DEEPEST, BatchState, DepthPolicy
+from forerun.engine.depth import DEEPEST, BatchState, DepthPolicy, expected_steps
 from forerun.engine.draft_state import DeferredDraft, DraftingState, ProposedDraft
 from forerun.engine.error_isolation import isolate_errors
 from forerun.engine.guard import Guard, GuardSample
@@ -117,7 +117,7 @@ class DraftLearning:
             width=proposer.width,
             lag=self._lag(request, proposer.name),
             copies=proposer.copies_text,
-            horizon=min(request.produced, request.remaining),
+            horizon=expected_steps(request.produced, request.remaining),
         )
 
     def _lag(self, request: Request, name: str) -> int:

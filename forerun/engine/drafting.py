@@ -464,8 +464,8 @@ class Drafting(DraftLearning):
 
 
 def _with_drafts(batch: BatchState, num_tokens: int, num_drafting: int) -> BatchState:
-    """Return the state of a batch in which some requests have drafts; those have left plain rounds
-    already."""
+    """Return the state of a batch of which some requests may have drafts already: then the step is
+    one of its own, and further drafts add no overhead."""
     return batch._replace(
         num_tokens=num_tokens,
         num_drafting=num_drafting,

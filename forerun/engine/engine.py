@@ -282,7 +282,7 @@ class Engine:
         batch = self._plan()
         is_full_batch = len(batch) == len(self.scheduler.running)
         room = self.multi_step.room(batch) if is_full_batch else 0
-        has_plain_rounds = is_full_batch and not room and self.multi_step.is_possible
+        has_plain_rounds = is_full_batch and not room and self.multi_step.may_run
         batch = self._draft(batch, room, has_plain_rounds)
         events, self._pending = self._pending, []
         several = self.multi_step.run(batch) if batch and is_full_batch else []

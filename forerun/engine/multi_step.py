@@ -63,7 +63,7 @@ class MultiStep:
         return room
 
     @property
-    def is_possible(self) -> bool:
+    def may_run(self) -> bool:
         """True if this step may run several rounds; `room` was called before."""
         return self._rounds > 1
 
@@ -169,12 +169,12 @@ class NativeSteps(MultiStep):
                 return []
         head = None
         if deferred:
-            (request,) = deferred.requests.values()
-            assert isinstance(deferred.rounds, HeadRounds) and request.confidence_rates is not None
-            head, rates = deferred.rounds, request.confidence_rates
-            siblings = deferred.proposer.extra_nodes if request.branching else 0
-            costs = drafting.policy.pass_costs(request.depth + siblings, deferred.batch)
-            head.set_policy(request.depth, siblings, rates, request.min_prob, costs)
+            (wanted,) = deferred.requests.values()
+            assert isinstance(deferred.rounds, HeadRounds) and wanted.confidence_rates is not None
+            head, rates = deferred.rounds, wanted.confidence_rates
+            siblings = deferred.proposer.extra_nodes if wanted.branching else 0
+            costs = drafting.policy.pass_costs(wanted.depth + siblings, deferred.batch)
+            head.set_policy(wanted.depth, siblings, rates, wanted.min_prob, costs)
         before = time.thread_time() - began + drafting.seconds
         before -= deferred.seconds if deferred else 0.0  # a part of drafting
         results = self._run(requests, rounds, head)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forerun.engine.acceptance import Acceptance, DraftOption
-from forerun.engine.depth import DEEPEST, BatchState, DepthPolicy
+from forerun.engine.depth import DEEPEST, BatchState, DepthPolicy, expected_steps
 
 # Costs in plain forward passes: a level of drafting, the same for each request, a token of lag.
 LEVEL_COST, REQUEST_LEVEL_COST, LAG_TOKEN_COST = 0.05, 0.002, 0.003
@@ -42,6 +42,7 @@ class SimulatedRequest:
     rate: float
     remaining: int
     lag: int = 0
+    produced: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
@@ -55,10 +56,13 @@ class Policy:
         active = [
             i for i, request in enumerate(running) if not self.auto.is_paused(request.acceptance)
         ]
-        options = [
-            DraftOption("model", running[i].remaining - 1, running[i].acceptance, 1, running[i].lag)
-            for i in active
-        ]
+        options = []
+        for request in (running[i] for i in active):
+            limit = request.remaining - 1
+            horizon = expected_steps(request.produced, limit)
+            options.append(
+                DraftOption("model", limit, request.acceptance, lag=request.lag, horizon=horizon)
+            )
         depths = [0] * len(running)
         if options:
             chosen = self.auto.choose(options, BatchState(len(running), len(running), len(active)))
@@ -141,6 +145,7 @@ def play(
             emitted = min(accepted + 1, request.remaining)
             done += emitted
             request.remaining -= emitted
+            request.produced += emitted
             request.lag = request.lag + emitted if prompt and not depth else 0
             if request.remaining == 0:
                 running[i] = SimulatedRequest(order.choice(rates), REQUEST_TOKENS, prompt)

@@ -330,6 +330,13 @@ def test_reading_prompts_to_draft_for_a_batch_costs_little(curve: str, prompt: i
     assert plain > 0.94, plain
 
 
+@pytest.mark.parametrize(("prompt", "minimum"), [(8000, 1.3), (30_000, 0.97)])
+def test_long_prompts_are_read_only_for_texts_that_last(prompt: int, minimum: float) -> None:
+    """Texts of 200 tokens recover what reading 8,000 tokens costs (24 passes), not 30,000."""
+    _, plain = machine.shares("mild", "good", 1, 6000, prompt=prompt)
+    assert plain > minimum, plain
+
+
 def depths_of(objective: str, slo: float) -> list[int]:
     """Return the depths of one request with an acceptance rate of 0.9 and seven of 0.05."""
     policy = DepthPolicy(objective, slo)
