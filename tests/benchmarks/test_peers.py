@@ -456,6 +456,19 @@ def test_the_ngram_cache_drafts_likely_continuations(script) -> None:
     assert draft([]) == draft([1]) == draft([1, 2], 0) == []
 
 
+def test_a_directory_is_written_completely_or_not_at_all(script, tmp_path: Path) -> None:
+    path = tmp_path / "converted"
+    with pytest.raises(ZeroDivisionError), script("worker").atomic_directory(path) as work:
+        (work / "model").write_text("x")
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    with script("worker").atomic_directory(path) as work:
+        (work / "model").write_text("x")
+        assert not path.exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["converted"]
+    assert (path / "model").read_text() == "x"
+
+
 def test_int8_checkpoints_for_vllm(script, tmp_path: Path, pair: Pair) -> None:
     """Matrices of layers are int8 with a scale a row, the rest is as it was."""
     write = script("write_int8")

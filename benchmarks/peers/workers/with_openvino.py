@@ -8,7 +8,6 @@ suffices.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,7 @@ class OpenVino:
             return str(converted)
         from write_gguf import convert
 
-        work = converted.with_name(f".{converted.name}")
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        try:
+        with worker.atomic_directory(converted) as work:
             file = work / "model.gguf"
             convert(Path(directory), FORMATS.get(form, form), file)
             genai.ContinuousBatchingPipeline(
@@ -75,9 +71,6 @@ class OpenVino:
             )
             file.unlink()
             save_tokenizer(work)
-            work.replace(converted)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
         return str(converted)
 
     def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:

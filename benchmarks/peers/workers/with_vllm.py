@@ -1,6 +1,6 @@
 """Worker for vLLM: its engine in this process, plain, or with drafts that it looks up in the text or
 takes from a draft model. It has one draft length for its whole life, so each depth is an engine of
-its own, loaded when it is first asked for; only one is kept. For int8 checkpoints are converted.
+its own, loaded when it is first asked for; only one is kept. A checkpoint that runs in int8 is converted first.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Vllm:
         self.engine = self._load(0)
 
     def _converted(self, directory: str, form: str) -> str:
-        """Return the directory of a checkpoint in a format, which is new for int8."""
+        """Return the directory of a checkpoint in a format; for int8 it is converted first."""
         if form != "int8":
             return directory
         from write_int8 import convert
 
-        place = worker.converted(self.options["converted"], directory, "int8.vllm")
-        convert(Path(directory), place)
-        return str(place)
+        converted = worker.converted(self.options["converted"], directory, "int8.vllm")
+        convert(Path(directory), converted)
+        return str(converted)
 
     def _load(self, depth: int) -> Any:
         from vllm import EngineArgs, LLMEngine

@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,6 +118,19 @@ def converted(folder: str, directory: str, name: str) -> Path:
     ]
     mark = hashlib.sha256(repr((str(source), files)).encode()).hexdigest()[:12]
     return Path(folder) / f"{source.name}-{mark}-{name}"
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `path` at the end, and is deleted after an error."""
+    work = path.with_name(f".{path.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+        work.replace(path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -7,10 +7,10 @@ model runs. Embeddings and head stay in the checkpoint's dtype.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
+import worker
 from safetensors.torch import load_file, save_file
 
 LARGEST = 127
@@ -36,14 +36,11 @@ QUANTIZATION = {
 }
 
 
-def convert(directory: Path, place: Path) -> None:
-    """Write the directory `place` completely or not at all, unless it exists."""
-    if place.is_dir():
+def convert(directory: Path, converted: Path) -> None:
+    """Write the directory `converted` completely or not at all, unless it exists."""
+    if converted.is_dir():
         return
-    work = place.with_name(f".{place.name}")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
+    with worker.atomic_directory(converted) as work:
         for path in sorted(directory.glob("*.safetensors")):
             tensors: dict[str, torch.Tensor] = {}
             for name, tensor in load_file(path).items():
@@ -56,9 +53,6 @@ def convert(directory: Path, place: Path) -> None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         config["quantization_config"] = QUANTIZATION
         (work / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        work.replace(place)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
