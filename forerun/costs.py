@@ -126,7 +126,7 @@ class Curve:
             self._cached[size] = found
         return found
 
-    def least_share(self, least: float) -> float:
+    def least_share(self, least: float = 0.0) -> float:
         """Return the least cost of a measured size divided by the size, of those that cost at
         `least` so much; 0 if there is none, or if all is a single measurement, which is cold."""
         if sum(self.count.values()) < 2:
@@ -202,6 +202,8 @@ class CostModel:
         speed_factor: current seconds per second at the start; it follows the machine's speed.
         prompts_predict: passes that read prompts run on the same kernels as others, so that the
             time of their tokens says what rows cost that were never measured.
+        reading_shares: by proposer, what it costs to read a token as a share of what it costs the
+            target, as far as their weights tell; none for proposers that read nothing.
         step_overhead: what a request adds to a step beside its forward pass and drafting; 0 until
             it was measured.
     """
@@ -211,6 +213,7 @@ class CostModel:
         self.step_overhead = 0.0
         self._num_overheads = 0
         self.prompts_predict = False
+        self.reading_shares: dict[str, float] = {}
         self._given_trend: Callable[[float], float] | None = None
         self._row: float | None = None  # `_row_of_prompts`; None: not computed yet
         self._forwards = Curve(slope=0.02, share=0.25, trend=self._trend)
@@ -294,7 +297,17 @@ class CostModel:
         return 0.1 * depth * self.forward(1)
 
     def catch_up(self, source: str, num_tokens: int) -> float:
-        """Return the cost for a proposer to read missed tokens; 0 if that was never measured."""
+        """Return the cost for a proposer to read missed tokens.
+
+        If that was never measured, it is a share of what the target's own reading cost, or 0.
+        """
+        if source in self._catch_ups:
+            return self._measured_catch_up(source, num_tokens)
+        share = self.reading_shares.get(source, 0.0)
+        return share * self._prefills.least_share() * num_tokens if share else 0.0
+
+    def _measured_catch_up(self, source: str, num_tokens: int) -> float:
+        """Return the measured cost to read missed tokens; 0 if there is none."""
         seconds, count = self._catch_ups.get(source, (0.0, 0.0))
         return seconds / count * num_tokens if count else 0.0
 
@@ -334,7 +347,7 @@ class CostModel:
 
         If catching up takes most of the time, the catch-up cost is updated instead.
         """
-        reading = self.catch_up(source, lag) * self.speed_factor
+        reading = self._measured_catch_up(source, lag) * self.speed_factor
         if not lag or 0 < reading < CATCH_UP_SHARE * seconds:
             curve = self._drafts[source, num_requests.bit_length()]
             self._add(curve, depth, seconds - reading)

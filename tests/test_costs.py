@@ -212,6 +212,18 @@ def test_catching_up_is_not_part_of_the_draft_cost() -> None:
     )
 
 
+def test_catching_up_is_expected_to_cost_a_share_of_the_targets_reading_until_measured() -> None:
+    costs = CostModel()
+    costs.reading_shares = {"model": 0.25}
+    assert costs.catch_up("model", 1000) == 0.0, "nothing was read yet"
+    for _ in range(3):
+        costs.add_prefill(512, 512.0)
+    assert costs.catch_up("model", 1000) == pytest.approx(250.0)
+    assert costs.catch_up("model", 0) == costs.catch_up("suffix", 1000) == 0.0
+    costs.add_draft("model", 2, 100.0, lag=1000)  # a first time is all reading, whatever expected
+    assert costs.catch_up("model", 1000) == pytest.approx(100.0, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "lag", [(0.0, 5), (1.0, 0), (1e9, 5), (1.0, 1e12), (float("nan"), 5), ("a", 5), (1.0,), 3]
 )

@@ -53,6 +53,7 @@ class DraftModel(Proposer):
         self.vocab = vocab
         self.width = width
         self.name = name
+        self.reading_bytes = runner.decoder.weight_bytes
         self._device_drafter: ModelDrafter | None = None
 
     @property

@@ -152,6 +152,7 @@ class Proposer:
         always_observes: it is shown every token even while it does not draft for a request.
         overlaps: it drafts on between `begin_overlap` and `end_overlap` while the target verifies.
         wait_seconds: how long `propose` waited for that drafting to end.
+        reading_bytes: of the weights that it reads for tokens that it missed; 0 for no model.
         merges_drafts: it merges the drafts of its parts into one tree (see `compose`).
         rivals: the drafters of which it uses the one that is measured to be better.
     """
@@ -167,6 +168,7 @@ class Proposer:
     always_observes = False
     overlaps = False
     wait_seconds = 0.0
+    reading_bytes = 0
     merges_drafts = False
     rivals: tuple[Proposer, ...] = ()
 

@@ -132,6 +132,7 @@ class DepthPolicy:
         """
         loaded = DepthPolicy()
         loaded.costs.prompts_predict = self.costs.prompts_predict
+        loaded.costs.reading_shares = self.costs.reading_shares
         loaded.costs.load_state(state["costs"])
         for name, found in state["sources"].items():
             loaded.sources[name].load_state(found)

@@ -79,6 +79,12 @@ class DraftLearning:
         experts = decoder.config.experts
         policy.set_experts(experts, decoder.pass_bytes if experts else None)
         policy.costs.prompts_predict = experts is None and self.clock is time.thread_time
+        parts = [part for proposer in self.proposers.values() for part in proposer.parts]
+        policy.costs.reading_shares = {
+            part.name: part.reading_bytes / decoder.weight_bytes
+            for part in parts
+            if part.reading_bytes
+        }
         self.guard = Guard(policy.forward_seconds)
         self._least_matches: dict[tuple[str, int], tuple[int, int]] = {}  # of new requests
         self.overlap = Overlap(policy, waiting_is_free=self.clock is time.thread_time)

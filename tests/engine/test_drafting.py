@@ -12,7 +12,9 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.draft.compose import BestOf, InTurn
+from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import DraftRequest, Proposer
+from forerun.draft.self_speculation import SelfSpeculation
 from forerun.engine.acceptance import BetaCounts, DraftOption, kind_of_match
 from forerun.engine.depth import DEEPEST, BatchState
 from forerun.engine.engine import Engine
@@ -534,3 +536,16 @@ def test_a_cached_prefix_is_not_part_of_a_draft_models_lag() -> None:
         lags.append(engine.drafting._lag(request, proposer.name))
         build.finish(engine)
     assert lags[0] >= 100 and 0 < lags[1] < 32
+
+
+def test_reading_with_a_draft_model_is_expected_to_cost_by_its_weights() -> None:
+    target = Runner(tiny.decoder(tiny.family("llama")), tokens=128, page=4, slots=1)
+    small = target.with_layers((0,), None)
+    vocab = target.decoder.config.vocab
+    drafters = {
+        "both": InTurn([Sometimes("suffix", 2), DraftModel(small, vocab)]),
+        "self": SelfSpeculation(target, (0,)),
+    }
+    shares = Engine(target, drafters).drafting.policy.costs.reading_shares
+    assert shares == {"model": small.decoder.weight_bytes / target.decoder.weight_bytes}
+    assert 0 < shares["model"] < 1
