@@ -113,8 +113,11 @@ MASKS = [(0, 0, 0.0), (5, 0, 0.0), (70, 0, 2.0), (0, 70, 0.0), (0, 75, 0.0), (5,
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scattered", [False, True])
 def test_attention(form: str, scattered: bool) -> None:
-    """A draft tree behind a long prefix, whose cache rows are in order or scattered."""
+    """A draft tree behind a long prefix, whose cache rows are in order or scattered. Rows that
+    nobody sees hold NaN. With products of bfloat16, queries and weights are rounded to it, too."""
     rows, prefix = 208, 150
+    has_pairs = form == "bfloat16" and native.instructions() == "avx512"
+    tolerance = 4e-3 if has_pairs else 1e-5
     sees = [
         [*range(prefix)],
         [*range(prefix), 150],
@@ -133,6 +136,7 @@ def test_attention(form: str, scattered: bool) -> None:
         line = np.arange(rows)
         if scattered:
             bench.rng.shuffle(line)
+        data[:, line[154:]] = np.nan
         extra = np.array([line[152], line[152], line[153]], dtype=np.int64)
         lines = np.full(6, line.ctypes.data, dtype=np.uint64)
         cache = native_layout(data)
@@ -148,12 +152,13 @@ def test_attention(form: str, scattered: bool) -> None:
                 cache_rows=rows, kv_format=native.FORMATS[form],
             )  # fmt: skip
             for token, seen in enumerate(sees):
-                q = bench.buffers[0][token, : heads * dim].reshape(heads, dim).astype(np.float64)
+                q = torch.from_numpy(bench.buffers[0][token, : heads * dim]).view(heads, dim)
+                q = (q.bfloat16() if has_pairs else q).double().numpy()
                 exact = attention(
                     q, keys[line[seen]], values[line[seen]], window, chunk, softcap, 0.3
                 )
                 found = bench.buffers[1][token].reshape(heads, dim)
-                assert close(found, exact, 1e-5), (heads, kv_heads, dim, window, chunk, token)
+                assert close(found, exact, tolerance), (heads, kv_heads, dim, window, chunk, token)
 
 
 def native_layout(data: torch.Tensor) -> torch.Tensor:

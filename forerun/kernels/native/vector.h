@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <type_traits>
 #include <utility>
 
 #include "common.h"
@@ -50,6 +51,10 @@ inline vf from_bf16(const uint16_t *p) {
   return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
 }
 inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
+#if defined(__AVX512BF16__)  // numbers below 2^-126 become 0
+  _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+  return;
+#endif
   vu x = (vu)v;
   x = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));
@@ -286,10 +291,8 @@ inline uint16_t to_bf16(float f) {  // to nearest, ties to even
   return (uint16_t)((x + 0x7fff + ((x >> 16) & 1)) >> 16);
 }
 
-// exp on 16 lanes: x = n ln 2 + r, a polynomial of degree 6 on r; relative error below 2e-7. Arguments are clamped.
-INLINE inline vf vexp(vf x) {
-  x = pick(x < -87.0f, set1(-87.0f), x);
-  x = pick(x > 88.0f, set1(88.0f), x);
+// exp on 16 lanes: x = n ln 2 + r, a polynomial of degree 6 on r; relative error below 2e-7. Arguments are from -87 to 88.
+INLINE inline vf exp_within(vf x) {
   vi n = nearest(x * 1.44269504f);
   vf f = to_float(n);
   vf r = fma(f, set1(-0.693145752f), x);
@@ -302,6 +305,11 @@ INLINE inline vf vexp(vf x) {
   p = fma(p, r, set1(1.0f));
   p = fma(p, r, set1(1.0f));
   return p * as_float((n + 127) << 23);
+}
+INLINE inline vf vexp(vf x) {  // arguments are clamped
+  x = pick(x < -87.0f, set1(-87.0f), x);
+  x = pick(x > 88.0f, set1(88.0f), x);
+  return exp_within(x);
 }
 inline vf vtanh(vf x) {
   vf e = vexp(x * 2.0f);
