@@ -12,7 +12,6 @@ constexpr int KEYS = 64;          // keys of a group
 constexpr int BLOCKS = KEYS / W;  // of a group
 constexpr int TOKENS = 8;         // tokens of one slot that share what they read of the cache
 constexpr int SHARERS = 16;       // query heads of one key head, at most, in one go
-constexpr int AHEAD = 4096;       // bytes; pages mostly lie one behind the other
 #if defined(__AVX512F__)
 constexpr int VECTORS = 16;       // sums that keep the arithmetic busy and fit into registers
 constexpr int TOGETHER = 8;       // queries whose sums are in registers at once
@@ -20,6 +19,7 @@ constexpr int TOGETHER = 8;       // queries whose sums are in registers at once
 constexpr int VECTORS = 4;
 constexpr int TOGETHER = 4;
 #endif
+#define FETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)  // GCC leaves out calls of a function that does only this
 template <int G> constexpr int SUMS = VECTORS / G >= 4 ? 4 : VECTORS / G >= 2 ? 2 : 1;  // of them, for each of G queries
 
 // As what queries and weights are multiplied with keys and values of type T. Processors with products of bfloat16 multiply
@@ -103,6 +103,7 @@ NOINLINE bool in_place(const int64_t *rows, int count) {
 // Where the keys and values of one group are: in the cache, or gathered from it where rows are not one behind the other.
 template <typename T> struct Group {
   const T *keys[BLOCKS], *values[BLOCKS];
+  int ahead;  // elements to what is fetched beforehand, the next group: pages mostly lie one behind the other
 
   NOINLINE void find(const Head<T> &head, const int64_t *rows, int n, Gathered<T> &gathered) {
     bool in_cache = true;
@@ -134,7 +135,7 @@ template <typename T> struct Query {
 
 // out[g][16 * first ...] of G queries, J blocks of keys. Inlined, GCC keeps one of the sums in memory.
 template <int G, int J, typename T>
-NOINLINE void score(const Factor<T> *const *q, int d, const T *const *keys, float (*out)[KEYS], int first) {
+NOINLINE void score(const Factor<T> *const *q, int d, const T *const *keys, int ahead, float (*out)[KEYS], int first) {
   vf acc[G][J];
   EACH(g, G, EACH(j, J, acc[g][j] = set1(0)));
 #if defined(__AVX512BF16__)
@@ -142,7 +143,7 @@ NOINLINE void score(const Factor<T> *const *q, int d, const T *const *keys, floa
     for (int c = 0; c + 1 < d; c += 2)
       EACH(j, J, {
         const T *key = keys[first + j] + c * W;
-        _mm_prefetch((const char *)key + AHEAD, _MM_HINT_T0);
+        FETCH(key + ahead);
         __m512i k = paired(_mm512_loadu_si512(key));
         EACH(g, G, acc[g][j] = add_products(acc[g][j], k, q[g] + c));
       });
@@ -156,7 +157,7 @@ NOINLINE void score(const Factor<T> *const *q, int d, const T *const *keys, floa
   for (int c = 0; c < d; c++)
     EACH(j, J, {
       vf k = widen(keys[first + j] + c * W);
-      _mm_prefetch((const char *)(keys[first + j] + c * W) + AHEAD, _MM_HINT_T0);
+      FETCH(keys[first + j] + c * W + ahead);
       EACH(g, G, acc[g][j] = fma(k, set1(q[g][c]), acc[g][j]));
     });
   EACH(g, G, EACH(j, J, store(out[g] + (first + j) * W, acc[g][j])));
@@ -199,7 +200,7 @@ template <typename T> NOINLINE void weigh(const Op *op, Query<T> &query, float *
 // out[g] += weights [from, to) times values, C vectors of channels at a time. What vectors take past the last channel is
 // the next row's and stays there.
 template <int G, int C, typename T>
-inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const T *const *values, int d, int wide, float *const *out) {
+inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const T *const *values, int ahead, int d, int wide, float *const *out) {
   for (int c = 0; c < wide; c += C * W) {
     vf acc[G][C];
     EACH(g, G, EACH(i, C, acc[g][i] = load(out[g] + c + i * W)));
@@ -210,10 +211,7 @@ inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const T *c
         const uint32_t seen = (j >= from ? LOWS : 0) | (j + 1 < to ? HIGHS : 0);
         EACH(i, C, {
           __m512i v = paired(joined(row + i * W, row + d + i * W), seen);
-          if (i % 2 == 0) {
-            _mm_prefetch((const char *)(row + i * W) + AHEAD, _MM_HINT_T0);
-            _mm_prefetch((const char *)(row + d + i * W) + AHEAD, _MM_HINT_T0);
-          }
+          if (i % 2 == 0) FETCH(row + i * W + ahead), FETCH(row + d + i * W + ahead);
           EACH(g, G, acc[g][i] = add_products(acc[g][i], v, weight[g] + j));
         });
       }
@@ -224,7 +222,7 @@ inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const T *c
       for (int end = to < (j / W + 1) * W ? to : (j / W + 1) * W; j < end; j++, row += d)
         EACH(i, C, {
           vf v = widen(row + i * W);
-          _mm_prefetch((const char *)(row + i * W) + AHEAD, _MM_HINT_T0);
+          FETCH(row + i * W + ahead);
           EACH(g, G, acc[g][i] = fma(v, set1(weight[g][j]), acc[g][i]));
         });
     }
@@ -232,11 +230,11 @@ inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const T *c
   }
 }
 template <int G, typename T>
-NOINLINE void gather_any(const Factor<T> (*weight)[KEYS], int from, int to, const T *const *values, int d, int wide, float *const *out) {
+NOINLINE void gather_any(const Factor<T> (*weight)[KEYS], int from, int to, const T *const *values, int ahead, int d, int wide, float *const *out) {
   constexpr int C = SUMS<G>;
   if (from >= to) return;
-  if (wide % (C * W) == 0) gather<G, C>(weight, from, to, values, d, wide, out);
-  else gather<G, 1>(weight, from, to, values, d, wide, out);
+  if (wide % (C * W) == 0) gather<G, C>(weight, from, to, values, ahead, d, wide, out);
+  else gather<G, 1>(weight, from, to, values, ahead, d, wide, out);
 }
 
 // G queries over a group of keys; values that all of them see are read once.
@@ -260,14 +258,14 @@ template <int G, typename T> void attend_queries(const Op *op, Query<T> *const *
     else return scores;
   }();
   int low = from / W, high = (to + W - 1) / W, first = low;
-  for (; first + J <= high; first += J) score<G, J>(q, d, group.keys, scores, first);
-  EACH(rest, J, if (rest && high - first == rest) score<G, rest ? rest : 1>(q, d, group.keys, scores, first));
+  for (; first + J <= high; first += J) score<G, J>(q, d, group.keys, group.ahead, scores, first);
+  EACH(rest, J, if (rest && high - first == rest) score<G, rest ? rest : 1>(q, d, group.keys, group.ahead, scores, first));
   for (int g = 0; g < G; g++) {
     weigh(op, *queries[g], scores[g], weight[g], low, high, wide);
-    gather_any<1>(weight + g, queries[g]->from, queries[g]->to < from_all ? queries[g]->to : from_all, group.values, d, wide, out + g);
+    gather_any<1>(weight + g, queries[g]->from, queries[g]->to < from_all ? queries[g]->to : from_all, group.values, group.ahead, d, wide, out + g);
   }
-  gather_any<G>(weight, from_all, to_all, group.values, d, wide, out);
-  for (int g = 0; g < G; g++) gather_any<1>(weight + g, to_all, queries[g]->to, group.values, d, wide, out + g);
+  gather_any<G>(weight, from_all, to_all, group.values, group.ahead, d, wide, out);
+  for (int g = 0; g < G; g++) gather_any<1>(weight + g, to_all, queries[g]->to, group.values, group.ahead, d, wide, out + g);
 }
 
 // Queries that see the same group, at most as many at a time as their sums fit into registers.
@@ -311,6 +309,7 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
   for (int start = 0; start < longest; start += KEYS) {
     gathered.forget();
     Group<T> group;
+    group.ahead = start + KEYS < longest ? KEYS * d : 0;
     int count = 0, others = 0, other[TOKENS];
     for (int t = first; t < last; t++) {
       int n = seen[t - first], begin = op->window > 0 && n > op->window ? n - op->window : 0;
