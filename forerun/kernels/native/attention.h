@@ -39,7 +39,8 @@ inline __m512i paired(__m512i all, uint32_t mask = ~0u) {
   return _mm512_maskz_permutexvar_epi16(mask, _mm512_loadu_si512(order), all);
 }
 inline __m512i joined(const uint16_t *low, const uint16_t *high) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)low)), _mm256_loadu_si256((const __m256i *)high), 1);
+  const __m256i a = _mm256_loadu_si256((const __m256i *)low), b = _mm256_loadu_si256((const __m256i *)high);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
 inline vf add_products(vf acc, __m512i pairs, const uint16_t *factors) {  // two factors for all lanes
   int32_t both;
@@ -164,7 +165,8 @@ NOINLINE void score(const Factor<T> *const *q, int d, const T *const *keys, int 
 }
 
 // Scores of the blocks [low, high) become weights; what was gathered before is scaled to the new maximum.
-template <typename T> NOINLINE void weigh(const Op *op, Query<T> &query, float *score, Factor<T> *weight, int low, int high, int wide) {
+template <typename T>
+NOINLINE void weigh(const Op *op, Query<T> &query, float *score, Factor<T> *weight, int low, int high, int wide) {
   vf highest = set1(-INFINITY);
   vi lane;
   for (int i = 0; i < W; i++) lane[i] = i;
@@ -200,7 +202,10 @@ template <typename T> NOINLINE void weigh(const Op *op, Query<T> &query, float *
 // out[g] += weights [from, to) times values, C vectors of channels at a time. What vectors take past the last channel is
 // the next row's and stays there.
 template <int G, int C, typename T>
-inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const T *const *values, int ahead, int d, int wide, float *const *out) {
+inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const Group<T> &group, int d, int wide,
+                   float *const *out) {
+  const T *const *values = group.values;
+  const int ahead = group.ahead;
   for (int c = 0; c < wide; c += C * W) {
     vf acc[G][C];
     EACH(g, G, EACH(i, C, acc[g][i] = load(out[g] + c + i * W)));
@@ -230,11 +235,12 @@ inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const T *c
   }
 }
 template <int G, typename T>
-NOINLINE void gather_any(const Factor<T> (*weight)[KEYS], int from, int to, const T *const *values, int ahead, int d, int wide, float *const *out) {
+NOINLINE void gather_any(const Factor<T> (*weight)[KEYS], int from, int to, const Group<T> &group, int d, int wide,
+                         float *const *out) {
   constexpr int C = SUMS<G>;
   if (from >= to) return;
-  if (wide % (C * W) == 0) gather<G, C>(weight, from, to, values, ahead, d, wide, out);
-  else gather<G, 1>(weight, from, to, values, ahead, d, wide, out);
+  if (wide % (C * W) == 0) gather<G, C>(weight, from, to, group, d, wide, out);
+  else gather<G, 1>(weight, from, to, group, d, wide, out);
 }
 
 // G queries over a group of keys; values that all of them see are read once.
@@ -262,10 +268,11 @@ template <int G, typename T> void attend_queries(const Op *op, Query<T> *const *
   EACH(rest, J, if (rest && high - first == rest) score<G, rest ? rest : 1>(q, d, group.keys, group.ahead, scores, first));
   for (int g = 0; g < G; g++) {
     weigh(op, *queries[g], scores[g], weight[g], low, high, wide);
-    gather_any<1>(weight + g, queries[g]->from, queries[g]->to < from_all ? queries[g]->to : from_all, group.values, group.ahead, d, wide, out + g);
+    const int before = queries[g]->to < from_all ? queries[g]->to : from_all;
+    gather_any<1>(weight + g, queries[g]->from, before, group, d, wide, out + g);
   }
-  gather_any<G>(weight, from_all, to_all, group.values, group.ahead, d, wide, out);
-  for (int g = 0; g < G; g++) gather_any<1>(weight + g, to_all, queries[g]->to, group.values, group.ahead, d, wide, out + g);
+  gather_any<G>(weight, from_all, to_all, group, d, wide, out);
+  for (int g = 0; g < G; g++) gather_any<1>(weight + g, to_all, queries[g]->to, group, d, wide, out + g);
 }
 
 // Queries that see the same group, at most as many at a time as their sums fit into registers.
