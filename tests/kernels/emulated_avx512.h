@@ -84,28 +84,7 @@ inline __m512 dpbf16(__m512 acc, __m512bh a, __m512bh b) {  // the odd product f
     return fmaf(value(x[i], 0), value(y[i], 0), odd);
   });
 }
-inline __m256bh to_bf16(__m512 a) {
-  uint16_t to[16];
-  for (int i = 0; i < 16; i++) {
-    uint32_t x = bits<uint32_t>((float)a[i]);
-    to[i] = (uint16_t)((x & 0x7f800000) ? (x + 0x7fff + ((x >> 16) & 1)) >> 16 : (x & 0x80000000) >> 16);
-  }
-  return bits<__m256bh>(to);
-}
-inline __m512i permuted(uint32_t mask, __m512i places, __m512i a) {  // 16 bits each; 0 without a bit of the mask
-  uint16_t p[32], from[32], to[32];
-  memcpy(p, &places, 64), memcpy(from, &a, 64);
-  for (int i = 0; i < 32; i++) to[i] = mask >> i & 1 ? from[p[i] % 32] : 0;
-  return bits<__m512i>(to);
-}
-inline __m512i widened(__m256i low) {
-  __m256i both[2] = {low, low};
-  return bits<__m512i>(both);
-}
-inline __m512i inserted(__m512i a, __m256i half, int at) {
-  memcpy((char *)&a + 32 * at, &half, 32);
-  return a;
-}
+
 inline __m512i repeated(__m128i a) {
   __m128i four[4] = {a, a, a, a};
   return bits<__m512i>(four);
@@ -144,10 +123,6 @@ inline __m512i from_8(__m128i a) {
 #define _mm512_setzero_ps() ((__m512)emulated::fill(0))
 #define _mm512_dpbusd_epi32 emulated::dpbusd
 #define _mm512_dpbf16_ps emulated::dpbf16
-#define _mm512_cvtneps_pbh emulated::to_bf16
-#define _mm512_maskz_permutexvar_epi16 emulated::permuted
-#define _mm512_castsi256_si512 emulated::widened
-#define _mm512_inserti64x4 emulated::inserted
 #define _mm512_broadcast_i32x4 emulated::repeated
 #define _mm512_shuffle_epi8 emulated::shuffle
 #endif

@@ -200,21 +200,16 @@ def test_a_forked_child_starts_its_own_threads() -> None:
 @pytest.mark.parametrize("instructions", ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
 @pytest.mark.parametrize("form", FORMS)
 def test_all_instruction_sets_agree(instructions: str, form: str) -> None:
-    """Values agree closely between instruction sets; within one, the bits of a row are invariant.
-    Without products of bfloat16, only sums are rounded differently where weights are bytes."""
+    """Values agree closely between instruction sets; within one, the bits of a row are invariant."""
     model, tokens = decoder("qwen3", form), ids(25)
     expected = model.forward([chain(tokens)], cache(model)).logits
-    native.start(2, "portable")
-    portable = model.forward([chain(tokens)], cache(model)).logits
     try:
         native.start(2, instructions)
     except ValueError:
         pytest.skip(f"this processor has no {instructions}")
     try:
         logits = model.forward([chain(tokens)], cache(model)).logits
-        assert (logits - expected).norm() < (1e-5 if form == "float32" else 0.1) * expected.norm()
-        if form in ("int8", "int4") and instructions != "avx512":
-            assert (logits - portable).norm() < 1e-5 * portable.norm()
+        assert (logits - expected).abs().max() < (1e-3 if form == "float32" else 0.6)
         assert torch.equal(logits, in_chunks(model, tokens, 1))
     finally:
         native.start(2)

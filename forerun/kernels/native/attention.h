@@ -22,36 +22,6 @@ constexpr int TOGETHER = 4;
 #define FETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)  // GCC leaves out calls of a function that does only this
 template <int G> constexpr int SUMS = VECTORS / G >= 4 ? 4 : VECTORS / G >= 2 ? 2 : 1;  // of them, for each of G queries
 
-// As what queries and weights are multiplied with keys and values of type T. Processors with products of bfloat16 multiply
-// pairs, with queries and weights rounded to it as well; the perplexity of models does not show it (benchmarks/LOG.md).
-template <typename T> struct Factors {
-  typedef float type;
-};
-#if defined(__AVX512BF16__)
-template <> struct Factors<uint16_t> {
-  typedef uint16_t type;
-};
-
-// Lane i has the elements i and 16 + i of `all` as a pair; 0 for those without a bit of the mask.
-inline __m512i paired(__m512i all, uint32_t mask = ~0u) {
-  alignas(64) static const uint16_t order[2 * W] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_maskz_permutexvar_epi16(mask, _mm512_loadu_si512(order), all);
-}
-inline __m512i joined(const uint16_t *low, const uint16_t *high) {
-  const __m256i a = _mm256_loadu_si256((const __m256i *)low), b = _mm256_loadu_si256((const __m256i *)high);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
-}
-inline vf add_products(vf acc, __m512i pairs, const uint16_t *factors) {  // two factors for all lanes
-  int32_t both;
-  memcpy(&both, factors, sizeof both);
-  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(both));
-}
-constexpr uint32_t LOWS = 0x55555555, HIGHS = 0xaaaaaaaa;  // the first and the second of each pair
-#endif
-template <typename T> using Factor = typename Factors<T>::type;
-template <typename T> constexpr bool PAIRS = !std::is_same<Factor<T>, float>::value;
-
 inline vf widen(const uint16_t *p) { return from_bf16(p); }
 inline vf widen(const float *p) { return load(p); }
 inline void round_to(float x, float *to) { *to = x; }
@@ -127,8 +97,8 @@ template <typename T> struct Group {
 };
 
 // One query head of one token, and what it has gathered so far. It sees the keys [from, to) of the group.
-template <typename T> struct Query {
-  const Factor<T> *q;
+struct Query {
+  const float *q;
   float *out;  // [wide]
   float most, total;
   int from, to;
@@ -136,25 +106,11 @@ template <typename T> struct Query {
 
 // out[g][16 * first ...] of G queries, J blocks of keys. Inlined, GCC keeps one of the sums in memory.
 template <int G, int J, typename T>
-NOINLINE void score(const Factor<T> *const *q, int d, const T *const *keys, int ahead, float (*out)[KEYS], int first) {
+NOINLINE void score(const float *const *q, int d, const Group<T> &group, float (*out)[KEYS], int first) {
+  const T *const *keys = group.keys;
+  const int ahead = group.ahead;
   vf acc[G][J];
   EACH(g, G, EACH(j, J, acc[g][j] = set1(0)));
-#if defined(__AVX512BF16__)
-  if constexpr (PAIRS<T>) {
-    for (int c = 0; c + 1 < d; c += 2)
-      EACH(j, J, {
-        const T *key = keys[first + j] + c * W;
-        FETCH(key + ahead);
-        __m512i k = paired(_mm512_loadu_si512(key));
-        EACH(g, G, acc[g][j] = add_products(acc[g][j], k, q[g] + c));
-      });
-    if (d % 2) EACH(j, J, {
-      const T *key = keys[first + j] + (d - 1) * W;
-      __m512i k = paired(joined(key, key), LOWS);
-      EACH(g, G, acc[g][j] = add_products(acc[g][j], k, q[g] + d - 1));
-    });
-  } else
-#endif
   for (int c = 0; c < d; c++)
     EACH(j, J, {
       vf k = widen(keys[first + j] + c * W);
@@ -165,20 +121,19 @@ NOINLINE void score(const Factor<T> *const *q, int d, const T *const *keys, int 
 }
 
 // Scores of the blocks [low, high) become weights; what was gathered before is scaled to the new maximum.
-template <typename T>
-NOINLINE void weigh(const Op *op, Query<T> &query, float *score, Factor<T> *weight, int low, int high, int wide) {
+NOINLINE void weigh(const Op *op, Query &query, float *weight, int low, int high, int wide) {
   vf highest = set1(-INFINITY);
   vi lane;
   for (int i = 0; i < W; i++) lane[i] = i;
   for (int j = low; j < high; j++) {
-    vf s = load(score + j * W) * op->scale;
+    vf s = load(weight + j * W) * op->scale;
     if (op->softcap > 0) s = vtanh(s / op->softcap) * op->softcap;
     if (j * W < query.from || (j + 1) * W > query.to) {
       vi key = lane + j * W;
       s = pick((key >= set1i(query.from)) & (key < set1i(query.to)), s, set1(-INFINITY));
     }
     highest = largest(highest, s);
-    store(score + j * W, s);
+    store(weight + j * W, s);
   }
   float now = top(highest), keep = 1;
   if (query.most < now) {
@@ -187,12 +142,9 @@ NOINLINE void weigh(const Op *op, Query<T> &query, float *score, Factor<T> *weig
   }
   vf all = set1(0);
   for (int j = low; j < high; j++) {  // what is not seen gets 2^-125, which adds nothing to a sum of 1 or more
-    vf e = exp_within(largest(load(score + j * W) - query.most, set1(-87)));
-    if constexpr (PAIRS<T>) {
-      to_bf16(weight + j * W, e);
-      e = widen(weight + j * W);
-    } else store(weight + j * W, e);
+    vf e = exp_within(largest(load(weight + j * W) - query.most, set1(-87)));
     all = all + e;
+    store(weight + j * W, e);
   }
   query.total = query.total * keep + sum(all);
   if (keep != 1.0f)
@@ -202,26 +154,12 @@ NOINLINE void weigh(const Op *op, Query<T> &query, float *score, Factor<T> *weig
 // out[g] += weights [from, to) times values, C vectors of channels at a time. What vectors take past the last channel is
 // the next row's and stays there.
 template <int G, int C, typename T>
-inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const Group<T> &group, int d, int wide,
-                   float *const *out) {
+inline void gather(const float (*weight)[KEYS], int from, int to, const Group<T> &group, int d, int wide, float *const *out) {
   const T *const *values = group.values;
   const int ahead = group.ahead;
   for (int c = 0; c < wide; c += C * W) {
     vf acc[G][C];
     EACH(g, G, EACH(i, C, acc[g][i] = load(out[g] + c + i * W)));
-#if defined(__AVX512BF16__)
-    if constexpr (PAIRS<T>) {  // a key that is not seen may hold anything, so its values count as 0
-      for (int j = from & ~1; j < to; j += 2) {
-        const T *row = values[j / W] + (j % W) * d + c;
-        const uint32_t seen = (j >= from ? LOWS : 0) | (j + 1 < to ? HIGHS : 0);
-        EACH(i, C, {
-          __m512i v = paired(joined(row + i * W, row + d + i * W), seen);
-          if (i % 2 == 0) FETCH(row + i * W + ahead), FETCH(row + d + i * W + ahead);
-          EACH(g, G, acc[g][i] = add_products(acc[g][i], v, weight[g] + j));
-        });
-      }
-    } else
-#endif
     for (int j = from; j < to;) {
       const T *row = values[j / W] + (j % W) * d + c;
       for (int end = to < (j / W + 1) * W ? to : (j / W + 1) * W; j < end; j++, row += d)
@@ -235,7 +173,7 @@ inline void gather(const Factor<T> (*weight)[KEYS], int from, int to, const Grou
   }
 }
 template <int G, typename T>
-NOINLINE void gather_any(const Factor<T> (*weight)[KEYS], int from, int to, const Group<T> &group, int d, int wide,
+NOINLINE void gather_any(const float (*weight)[KEYS], int from, int to, const Group<T> &group, int d, int wide,
                          float *const *out) {
   constexpr int C = SUMS<G>;
   if (from >= to) return;
@@ -244,30 +182,24 @@ NOINLINE void gather_any(const Factor<T> (*weight)[KEYS], int from, int to, cons
 }
 
 // G queries over a group of keys; values that all of them see are read once.
-template <int G, typename T> void attend_queries(const Op *op, Query<T> *const *queries, const Group<T> &group, int d) {
+template <int G, typename T> void attend_queries(const Op *op, Query *const *queries, const Group<T> &group, int d) {
   constexpr int J = SUMS<G>;
   int wide = (d + W - 1) / W * W, from = KEYS, to = 0, from_all = 0, to_all = KEYS;
-  const Factor<T> *q[G];
+  const float *q[G];
   float *out[G];
   for (int g = 0; g < G; g++) {
-    const Query<T> &query = *queries[g];
+    const Query &query = *queries[g];
     q[g] = query.q, out[g] = query.out;
     from = query.from < from ? query.from : from, from_all = query.from > from_all ? query.from : from_all;
     to = query.to > to ? query.to : to, to_all = query.to < to_all ? query.to : to_all;
   }
-  if (PAIRS<T>) from_all += from_all % 2, to_all -= to_all % 2;  // each pair is multiplied in one go for every query
   if (from_all >= to_all) from_all = to_all = KEYS;
-  alignas(64) float scores[G][KEYS];
-  alignas(64) Factor<T> rounded[PAIRS<T> ? G : 1][KEYS];
-  auto weight = [&] {
-    if constexpr (PAIRS<T>) return rounded;
-    else return scores;
-  }();
+  alignas(64) float weight[G][KEYS];
   int low = from / W, high = (to + W - 1) / W, first = low;
-  for (; first + J <= high; first += J) score<G, J>(q, d, group.keys, group.ahead, scores, first);
-  EACH(rest, J, if (rest && high - first == rest) score<G, rest ? rest : 1>(q, d, group.keys, group.ahead, scores, first));
+  for (; first + J <= high; first += J) score<G, J>(q, d, group, weight, first);
+  EACH(rest, J, if (rest && high - first == rest) score<G, rest ? rest : 1>(q, d, group, weight, first));
   for (int g = 0; g < G; g++) {
-    weigh(op, *queries[g], scores[g], weight[g], low, high, wide);
+    weigh(op, *queries[g], weight[g], low, high, wide);
     const int before = queries[g]->to < from_all ? queries[g]->to : from_all;
     gather_any<1>(weight + g, queries[g]->from, before, group, d, wide, out + g);
   }
@@ -276,7 +208,7 @@ template <int G, typename T> void attend_queries(const Op *op, Query<T> *const *
 }
 
 // Queries that see the same group, at most as many at a time as their sums fit into registers.
-template <typename T> void attend_group(const Op *op, Query<T> *const *queries, int count, const Group<T> &group, int d) {
+template <typename T> void attend_group(const Op *op, Query *const *queries, int count, const Group<T> &group, int d) {
   const int parts = (count + TOGETHER - 1) / TOGETHER;
   for (int part = 0; part < parts; part++) {
     const Share own = share(count, part, parts);
@@ -292,8 +224,7 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
   alignas(64) float out[TOKENS * sharers][wide];
   const Head<T> cached(op, b, kv_head);
   Gathered<T> gathered(keys, values);
-  alignas(64) Factor<T> rounded[PAIRS<T> ? TOKENS * sharers : 1][wide];
-  Query<T> queries[TOKENS * SHARERS], *waiting[TOKENS * SHARERS];
+  Query queries[TOKENS * SHARERS], *waiting[TOKENS * SHARERS];
   memset(out, 0, sizeof(float) * (last - first) * sharers * wide);
   const int64_t *line = b->rows[first];
   int longest = 0, straight = 0, seen[TOKENS];
@@ -302,14 +233,8 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
     longest = seen[t - first] > longest ? seen[t - first] : longest;
     straight = b->direct[t] > straight ? b->direct[t] : straight;
     for (int g = 0; g < sharers; g++) {
-      const int i = (t - first) * sharers + g;
-      const float *q = at(p, b, op->in, t) + (int64_t)(head + g) * d;
-      Query<T> &query = queries[i];
-      query = {nullptr, out[i], -INFINITY, 0, 0, 0};
-      if constexpr (PAIRS<T>) {
-        for (int c = 0; c < wide; c += W) to_bf16(rounded[i] + c, load_some(q + c, d - c));
-        query.q = rounded[i];
-      } else query.q = q;
+      Query &query = queries[(t - first) * sharers + g];
+      query = {at(p, b, op->in, t) + (int64_t)(head + g) * d, out[(t - first) * sharers + g], -INFINITY, 0, 0, 0};
       if (op->sink_logits) query.most = op->sink_logits[head + g], query.total = 1;
     }
   }
@@ -324,7 +249,7 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
       if (op->chunk > 0 && begin < (n - 1) / op->chunk * op->chunk) begin = (n - 1) / op->chunk * op->chunk;
       const int from = begin > start ? begin - start : 0, to = n - start < KEYS ? n - start : KEYS;
       if (from >= to) continue;
-      Query<T> *query = queries + (t - first) * sharers;
+      Query *query = queries + (t - first) * sharers;
       for (int g = 0; g < sharers; g++) query[g].from = from, query[g].to = to;
       if (start + to > b->direct[t]) other[others++] = t;
       else for (int g = 0; g < sharers; g++) waiting[count++] = query + g;
@@ -344,7 +269,7 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
   }
   for (int t = first; t < last; t++)
     for (int g = 0; g < sharers; g++) {
-      const Query<T> &query = queries[(t - first) * sharers + g];
+      const Query &query = queries[(t - first) * sharers + g];
       float *to = at(p, b, op->out, t) + (int64_t)(head + g) * d;
       for (int c = 0; c < d; c += W) store_some(to + c, load(query.out + c) / query.total, d - c);
     }

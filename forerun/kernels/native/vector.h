@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
-#include <type_traits>
 #include <utility>
 
 #include "common.h"
@@ -51,10 +50,6 @@ inline vf from_bf16(const uint16_t *p) {
   return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
 }
 inline void to_bf16(uint16_t *p, vf v) {  // round to nearest, ties to even
-#if defined(__AVX512BF16__)  // numbers below 2^-126 become 0
-  _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
-  return;
-#endif
   vu x = (vu)v;
   x = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));
