@@ -306,6 +306,7 @@ class Cascade(CompositeProposer, DraftModel):
         self.first = first
         self.model = model
         self.members = (first, model)
+        self.reading_bytes = model.reading_bytes
         self.aux_hidden_layers = first.aux_hidden_layers
         self.wants_logits = first.wants_logits
         self.policy = CascadeDepth()

@@ -152,7 +152,8 @@ class Proposer:
         always_observes: it is shown every token even while it does not draft for a request.
         overlaps: it drafts on between `begin_overlap` and `end_overlap` while the target verifies.
         wait_seconds: how long `propose` waited for that drafting to end.
-        reading_bytes: of the weights that it reads for tokens that it missed; 0 for no model.
+        reading_bytes: size of the weights with which it reads tokens that it missed; 0 if it reads
+            none.
         merges_drafts: it merges the drafts of its parts into one tree (see `compose`).
         rivals: the drafters of which it uses the one that is measured to be better.
     """

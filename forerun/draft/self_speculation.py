@@ -58,7 +58,7 @@ class SelfSpeculation(DraftModel):
     ) -> None:
         part = target.with_layers(layers, window)
         super().__init__(part, target.decoder.config.vocab, width, "self")
-        self.reading_bytes = 0  # what the target has read
+        self.reading_bytes = 0  # the target has read all tokens into the cache that they share
 
     def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         """Do nothing: the slot is the target's."""

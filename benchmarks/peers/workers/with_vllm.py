@@ -1,6 +1,7 @@
 """Worker for vLLM: its engine in this process, plain, or with drafts that it looks up in the text or
 takes from a draft model. It has one draft length for its whole life, so each depth is an engine of
-its own, loaded when it is first asked for; only one is kept. A checkpoint that runs in int8 is converted first.
+its own, loaded when it is first asked for; only one is kept. A checkpoint that runs in int8 is
+converted first.
 """
 
 from __future__ import annotations

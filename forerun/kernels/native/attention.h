@@ -141,8 +141,8 @@ NOINLINE void weigh(const Op *op, Query &query, float *weight, int low, int high
     query.most = now;
   }
   vf all = set1(0);
-  for (int j = low; j < high; j++) {  // what is not seen gets 2^-125, which adds nothing to a sum of 1 or more
-    vf e = exp_within(largest(load(weight + j * W) - query.most, set1(-87)));
+  for (int j = low; j < high; j++) {  // what is not seen gets 2^-125, which adds nothing to a sum of 1 or more; NaN stays NaN
+    vf e = exp_within(largest(set1(-87), load(weight + j * W) - query.most));
     all = all + e;
     store(weight + j * W, e);
   }
