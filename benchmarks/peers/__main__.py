@@ -1,4 +1,4 @@
-"""Time other engines beside forerun: the same weights, prompts and lengths, greedy, run in turn.
+"""Time other engines beside forerun: the same weights, prompts, lengths and temperature, in turn.
 
     python -m benchmarks.peers --model pair/target --draft model:pair/draft \\
         --peers transformers=venv/bin/python,server=http://localhost:8000
@@ -11,8 +11,11 @@ a draft model, or are looked up in the text, by each engine in its own way.
 A round runs plain decoding and every depth of every engine once over the same prompts, starting
 with a different one each time; ratios are formed within rounds, and the read bandwidth is measured
 after every run. One short uncounted round comes first. An engine that fails is left out, with a
-reason. With `--alone` an engine is loaded for its runs of a round and closed before the next one is
-loaded, for models of which memory holds only one.
+reason. Texts that were read before stay in the caches of engines that keep them, so a long prompt
+costs its reading once. At a temperature above 0 every engine samples from the whole distribution
+with its own random numbers; texts are then only compared within an engine. With `--alone` an engine
+is loaded for its runs of a round and closed before the next one is loaded, for models of which
+memory holds only one.
 """
 
 from __future__ import annotations
@@ -48,17 +51,18 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
-from forerun.measure.tables import listed, parse_integer, print_columns, print_json
+from forerun.measure.tables import listed, parse_integer, parse_number, print_columns, print_json
 from forerun.measure.workloads import choose_tasks, token_ids
 from forerun.models.config import load_config
 from forerun.models.decoder import default_context
 from forerun.models.files import tag_of
 from forerun.models.hub import find_model
 from forerun.sampling.params import SamplingParams
-from forerun.utils import check_integer
+from forerun.utils import check_integer, check_number
 
 T = TypeVar("T")
 WARM_UP_TOKENS = 64
+MAX_TEMPERATURE = 2.0  # what servers with OpenAI's API accept
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 STORED = "as stored"  # the format of a GGUF file
 LOOKUP = "lookup"  # drafts copied from the text: suffix here, other engines have their own
@@ -128,6 +132,7 @@ class Plan:
     formats: Sequence[str]
     draft_format: str = "int8"
     depths: Sequence[int | str] = ()
+    temperatures: Sequence[float] = (0.0,)
     tokens: int = 256
     repeats: int = 3
     threads: int = 1
@@ -155,6 +160,7 @@ class Load:
     category: str
     requests: int
     groups: Sequence[Prompts]
+    temperature: float = 0.0
 
 
 @dataclass(slots=True)
@@ -182,7 +188,7 @@ class Ours:
     def __init__(self, plan: Plan, form: str, requests: int) -> None:
         self.draft = plan.own_draft
         self.ready = Capabilities(
-            __version__, requests, 0 if self.draft == OFF else requests, depths=True
+            __version__, requests, 0 if self.draft == OFF else requests, depths=True, samples=True
         )
         target = {} if form == STORED else {"dtype": form}
         if form in ("int8", "int4"):
@@ -200,10 +206,12 @@ class Ours:
             **target,
         )
 
-    def run(self, depth: int | str, prompts: Prompts, tokens: int) -> Outcome:
+    def run(
+        self, depth: int | str, prompts: Prompts, tokens: int, temperature: float = 0.0
+    ) -> Outcome:
         """As `Engine.run`."""
         self.llm.forget()
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, seed=0)
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=0)
         works = [Work(prompt) for prompt in prompts]
         arm = Arm(self.draft, depth) if depth else PLAIN
         run = timed_run(self.llm.engine, works, params, arm)
@@ -231,9 +239,9 @@ class Alone:
             Alone.loaded = self, self._load()
         return Alone.loaded[1]
 
-    def run(self, depth: Any, prompts: Prompts, tokens: int) -> Outcome:
+    def run(self, depth: Any, prompts: Prompts, tokens: int, temperature: float = 0.0) -> Outcome:
         """As `Engine.run`."""
-        outcome: Outcome = self._engine().run(depth, prompts, tokens)
+        outcome: Outcome = self._engine().run(depth, prompts, tokens, temperature)
         return outcome
 
     @staticmethod
@@ -251,12 +259,14 @@ class Engines:
         self.engines = list(engines)
         self.failures = failures
 
-    def run(self, name: str, depth: Any, prompts: Prompts, tokens: int) -> Outcome | None:
+    def run(
+        self, name: str, depth: Any, prompts: Prompts, tokens: int, temperature: float = 0.0
+    ) -> Outcome | None:
         """Run an engine; None if it was left out, or fails now."""
         for engine in self.engines:
             if engine.name == name:
                 try:
-                    return engine.run(depth, prompts, tokens)
+                    return engine.run(depth, prompts, tokens, temperature)
                 except PeerError as error:
                     self.failures.append({"engine": name, "format": "", "why": str(error)})
                     self.engines.remove(engine)
@@ -308,7 +318,12 @@ def measure_peers(plan: Plan, loads: Sequence[Load]) -> Report:
                     if len(engines.engines) > 1:
                         runs = measure_decoding(engines, load, plan, bandwidths)
                         report.results += summarize(
-                            label, load.requests, engines.engines, runs, load.category
+                            label,
+                            load.requests,
+                            engines.engines,
+                            runs,
+                            load.category,
+                            load.temperature,
                         )
                 if len(engines.engines) > 1:
                     report.prefills += measure_prefill(label, engines, plan, texts)
@@ -380,28 +395,41 @@ def in_rounds(arms: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
 def measure_decoding(
     engines: Engines, load: Load, plan: Plan, bandwidths: list[float]
 ) -> dict[tuple[str, int | str], list[Outcome]]:
-    """Return the runs of each engine and depth, one per round; rounds take the groups in turn."""
+    """Return the runs of each engine and depth, one per round; rounds take the groups in turn.
+
+    An engine that only decodes greedily has none at a temperature above 0, which is a failure.
+    """
+    if load.temperature:
+        engines.failures += [
+            {"engine": engine.name, "format": "", "why": "is measured at temperature 0 only"}
+            for engine in engines.engines
+            if not engine.ready.samples
+        ]
     runs: dict[tuple[str, int | str], list[Outcome]] = {
         (engine.name, depth): []
         for engine in engines.engines
-        for depth in depths_of(engine, load.requests, plan)
+        for depth in depths_of(engine, load, plan)
     }
+    warm_up = max(min(WARM_UP_TOKENS, plan.tokens // 2), 2)
     has_bandwidth = plan.device == "cpu" and native.library() is not None
     if has_bandwidth:
         native.start(plan.threads)
     for i, (name, depth) in in_rounds(list(runs), plan.repeats):
-        tokens = plan.tokens if i >= 0 else min(WARM_UP_TOKENS, plan.tokens)
-        outcome = engines.run(name, depth, load.groups[i % len(load.groups)], tokens)
+        tokens = plan.tokens if i >= 0 else warm_up
+        prompts = load.groups[i % len(load.groups)]
+        outcome = engines.run(name, depth, prompts, tokens, load.temperature)
         if outcome is not None and i >= 0:
             runs[name, depth].append(outcome)
             bandwidths += [native.read_bandwidth()] if has_bandwidth else []
     return {arm: outcomes for arm, outcomes in runs.items() if engines.has(arm[0])}
 
 
-def depths_of(engine: Engine, requests: int, plan: Plan) -> list[int | str]:
+def depths_of(engine: Engine, load: Load, plan: Plan) -> list[int | str]:
     """Return the depths to run; 0 is plain decoding."""
-    plain: list[int | str] = [0] if requests <= engine.ready.plain else []
-    if requests > engine.ready.speculative:
+    if load.temperature and not engine.ready.samples:
+        return []
+    plain: list[int | str] = [0] if load.requests <= engine.ready.plain else []
+    if load.requests > engine.ready.speculative:
         return plain
     if not engine.ready.depths:
         return [*plain, OWN_DEPTH]
@@ -487,6 +515,9 @@ def make_plan(given: Any) -> Plan:
     if 0 in depths:
         raise ConfigError("depth 0 is plain decoding, which is always measured")
     prefill = [parse_integer(length, "prefill") for length in listed(given.prefill)]
+    temperatures = [parse_number(t, "temperature") for t in listed(given.temperature)]
+    for temperature in temperatures:
+        check_number("temperature", temperature, 0, MAX_TEMPERATURE)
     for name, value, lowest in (
         ("tokens", given.tokens, 2),
         ("repeats", given.repeats, 1),
@@ -502,6 +533,7 @@ def make_plan(given: Any) -> Plan:
         formats=formats,
         draft_format=given.draft_format,
         depths=depths,
+        temperatures=list(dict.fromkeys(temperatures)),
         tokens=given.tokens,
         repeats=given.repeats,
         threads=given.threads or cores(),
@@ -514,10 +546,17 @@ def make_plan(given: Any) -> Plan:
 
 
 def make_loads(
-    model: str | None, path: Path | None, categories: str | None, requests: int, repeats: int
+    model: str | None,
+    path: Path | None,
+    categories: str | None,
+    requests: int,
+    plan: Plan,
 ) -> list[Load]:
-    """Return the prompts of each category in groups of `requests`. Raises RequestError."""
-    tasks = choose_tasks(model, path, categories, requests, repeats)
+    """Return the prompts of each category in groups of `requests`, for every temperature.
+
+    Raises RequestError.
+    """
+    tasks = choose_tasks(model, path, categories, requests, plan.repeats)
     by_category: dict[str, Prompts] = {}
     for task, ids in zip(tasks, token_ids(model, tasks), strict=True):
         by_category.setdefault(task.category, []).append(ids)
@@ -526,7 +565,8 @@ def make_loads(
         starts = range(0, len(found) - requests + 1, requests)
         if not starts:
             raise RequestError(f"category {category} has fewer than {requests} prompts")
-        loads.append(Load(category, requests, [found[i : i + requests] for i in starts]))
+        groups = [found[i : i + requests] for i in starts]
+        loads += [Load(category, requests, groups, heat) for heat in plan.temperatures]
     return loads
 
 
@@ -539,6 +579,7 @@ def show(report: Report) -> None:
     def text(at: int | None) -> str:
         return "" if at is None else "same" if at < 0 else f"from token {at}"
 
+    heats = sorted({r.temperature for r in report.results})
     print_columns(
         [
             {
@@ -547,6 +588,7 @@ def show(report: Report) -> None:
                 "format": "its own" if r.engine.endswith("server") else r.format,
                 "requests": str(r.requests),
                 "category": r.category,
+                "temperature": f"{r.temperature:g}",
                 "plain tokens/s": number(r.plain, ".1f"),
                 "speculative": number(r.speculative, ".1f"),
                 "depth": "" if r.depth is None else str(r.depth),
@@ -560,7 +602,7 @@ def show(report: Report) -> None:
             }
             for r in report.results
         ],
-        optional=("category",),
+        optional=("category", "temperature"),
     )
     if report.prefills:
         print_columns(
@@ -583,7 +625,8 @@ def show(report: Report) -> None:
         low, middle, high = report.bandwidth
         read = f", read bandwidth {middle:.1f} GB/s ({low:.1f} to {high:.1f})"
     print(
-        f"{report.tokens} tokens, greedy, {report.threads} threads, draft {report.draft}"
+        f"{report.tokens} tokens, temperature {', '.join(f'{heat:g}' for heat in heats)},"
+        f" {report.threads} threads, draft {report.draft}"
         f" ({report.draft_format}), medians of {report.repeats} rounds without prefill{read}"
     )
 
@@ -598,6 +641,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--formats", default="", help="of a directory's weights: bfloat16,int8,int4, or float32")
     add("--draft-format", default="int8", choices=FORMATS[1:], help="of the draft model")
     add("--depths", default="", help="drafted tokens, with commas; auto is for forerun alone")
+    add("--temperature", default="0", help="temperatures, with commas; a row for each")
     add("--requests", default="1", help="numbers of concurrent requests, with commas")
     add("--tokens", type=int, default=256, help="tokens to generate")
     add("--prompts", type=Path, help="a file of prompts; without it passages of Python's library")
@@ -617,7 +661,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loads = [
         load
         for count in counts
-        for load in make_loads(given.model, given.prompts, given.categories, count, plan.repeats)
+        for load in make_loads(given.model, given.prompts, given.categories, count, plan)
     ]
     report = measure_peers(plan, loads)
     if given.json:

@@ -51,13 +51,15 @@ class Capabilities:
     """Version and limits of an engine.
 
     `plain` and `speculative` are its maximum concurrency without and with a draft, 0 where it
-    cannot; `depths` is True if it drafts at a requested depth.
+    cannot; `depths` is True if it drafts at a requested depth, `samples` if it decodes at
+    temperatures above 0.
     """
 
     version: str
     plain: int
     speculative: int
     depths: bool
+    samples: bool = False
 
 
 class Worker:
@@ -117,12 +119,13 @@ class Worker:
         except (KeyError, TypeError):
             raise self._invalid(answer) from None
 
-    def run(self, depth: int, prompts: Prompts, tokens: int) -> Outcome:
+    def run(self, depth: int, prompts: Prompts, tokens: int, temperature: float = 0.0) -> Outcome:
         """Continue all prompts together by `tokens` tokens; depth 0 is plain decoding.
 
         Raises PeerError.
         """
         request = {"depth": depth, "prompts": prompts, "tokens": tokens}
+        request["temperature"] = temperature
         assert self.process.stdin is not None
         try:
             print(json.dumps(request), file=self.process.stdin, flush=True)

@@ -20,7 +20,7 @@ class Engine(Protocol):
     name: str
     ready: Capabilities
 
-    def run(self, depth: Any, prompts: Prompts, tokens: int) -> Outcome:
+    def run(self, depth: Any, prompts: Prompts, tokens: int, temperature: float = 0.0) -> Outcome:
         """Continue all prompts together by `tokens` tokens; depth 0 is plain. Raises PeerError."""
 
 
@@ -38,6 +38,7 @@ class PeerResult:
         first_difference: earliest position where speculative and plain output differ; -1 if none.
         shared_with_ours: mean share of its output before the first difference from ours. Engines
             round differently, so outputs may part anywhere; a wrong conversion shares nothing.
+            None above temperature 0, where each engine draws its own random numbers.
         ours_over_plain, ours_over_speculative: our speed over its, each at its fastest depth.
         ours_over_best: the same, each in its faster way.
     """
@@ -47,6 +48,7 @@ class PeerResult:
     format: str
     requests: int
     category: str
+    temperature: float
     plain: float | None
     speculative: float | None
     depth: int | str | None
@@ -92,9 +94,15 @@ class Fastest:
 
 
 def summarize(
-    form: str, requests: int, engines: Sequence[Engine], runs: Runs, category: str = ""
+    form: str,
+    requests: int,
+    engines: Sequence[Engine],
+    runs: Runs,
+    category: str = "",
+    temperature: float = 0.0,
 ) -> list[PeerResult]:
-    """Return a row for each engine from all runs of one format, concurrency and category."""
+    """Return a row for each engine from its runs of one format, concurrency, category and
+    temperature."""
     fastest = {engine.name: _fastest(engine.name, runs) for engine in engines}
     rows = []
     for engine in engines:
@@ -103,7 +111,7 @@ def summarize(
         ratios = _ratios(own.speculative, own.plain)
         lengths = [o.accepted_length for o in own.speculative if o.accepted_length is not None]
         from_plain = _differences(own.speculative, own.plain)
-        from_ours = _differences(own.plain or own.speculative, ours.plain)
+        from_ours = [] if temperature else _differences(own.plain or own.speculative, ours.plain)
         shares = [1.0 if at is None else at / length for at, length in from_ours]
         positions = [at for at, _ in from_plain if at is not None]
         by_depth = {
@@ -118,6 +126,7 @@ def summarize(
                 format=form,
                 requests=requests,
                 category=category,
+                temperature=temperature,
                 plain=speed_of(own.plain) or None,
                 speculative=speed_of(own.speculative) or None,
                 depth=own.depth if engine.ready.depths else None,

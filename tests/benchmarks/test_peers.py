@@ -59,7 +59,7 @@ BROKEN_WORKERS = [
     ("ready()\ninput()\nsend({'outputs': [[1]]})", "which is no answer"),
     ("import no_such_engine", "No module named 'no_such_engine': run PYTHON -m pip install fake"),
     ("send({'error': 'ValueError: too large'})", "ValueError: too large"),
-    ("ready()\nr = json.loads(input())\nr['tokens'] -= 1\nanswer(r)\ninput()", "instead of 8 each"),
+    ("ready()\nr = json.loads(input())\nr['tokens'] -= 1\nanswer(r)\ninput()", "instead of 4 each"),
 ]
 
 
@@ -132,6 +132,25 @@ def test_rows_of_a_report(peers, fake, started: list[Worker]) -> None:
     assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
 
+def test_temperatures_are_rows_of_their_own(peers, fake) -> None:
+    """Texts of different engines are not compared there; one that cannot sample is left out."""
+    sampling = PROTOCOL.replace('"depths": True', '"depths": True, "samples": True')
+    entries = f"{fake('llama.cpp', sampling + WORKING)},{fake('openvino', WORKING)}"
+    code, out, err = peers("--peers", entries, "--temperature", "0,0.8", "--json")
+    report = json.loads(out)
+    assert code == 0 and not err
+    rows = report["results"]
+    assert [r["temperature"] for r in rows] == [0, 0, 0, 0.8, 0.8, 0.8]
+    shared = [r["shared_with_ours"] is None for r in rows]
+    assert shared == [True, False, False, True, True, True]
+    assert rows[3]["first_difference"] == -1 and rows[3]["speculative"] > 0
+    assert rows[4]["speculative"] > 0 and rows[5]["speculative"] is rows[5]["plain"] is None
+    why = [f["why"] for f in report["failures"] if f["engine"] == "openvino"]
+    assert why == ["is measured at temperature 0 only"]
+    _, shown, _ = peers("--peers", entries, "--temperature", "0.8")
+    assert "temperature 0.8, 1 threads" in shown.splitlines()[-1]
+
+
 def test_one_engine_is_loaded_at_a_time(peers, fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --alone, an engine is closed before the next one is loaded; the report is the same."""
     loaded: list[str] = []
@@ -197,6 +216,8 @@ def test_a_failing_peer(text: str, message: str, peers, fake, started: list[Work
         (["--depths", "0,1"], "depth 0 is plain"),
         (["--requests", "999"], "fewer than 999 prompts"),
         (["--tokens", "1"], "tokens=1"),
+        (["--temperature", "hot"], "'hot' is not a number"),
+        (["--temperature", "-1"], "temperature=-1"),
         (["--tokens", "999"], "context of 256"),
         (["--categories", "chats"], "did you mean 'chat'"),
         (["--prefill", "256"], "prompt of 256 tokens and 1 more"),
@@ -213,7 +234,7 @@ def test_bad_input_is_refused(peers, words: list[str], message: str) -> None:
 def engine(name: str, log: list[Any], seconds: float = 1.0, fails: int = 99) -> SimpleNamespace:
     """An engine that logs its runs and fails after some of them."""
 
-    def go(depth: int, prompts: list, tokens: int) -> Outcome:
+    def go(depth: int, prompts: list, tokens: int, temperature: float = 0.0) -> Outcome:
         log.append((name, depth, prompts[0], tokens))
         if len([entry for entry in log if entry[0] == name]) > fails:
             raise PeerError("it broke")
@@ -231,7 +252,7 @@ def test_rounds_are_fair() -> None:
     runs = module.measure_decoding(engines, Load("", 1, [[[5]], [[6]]]), plan, [])
     arms = [(OURS, 0), (OURS, "auto"), (OURS, 3), ("a", 0), ("a", 3), ("b", 0), ("b", 3)]
     assert [entry[:2] for entry in log[:7]] == [arms[(turn - 1) % 7] for turn in range(7)]
-    assert {entry[3] for entry in log[:7]} == {64} and {entry[3] for entry in log[7:]} == {100}
+    assert {entry[3] for entry in log[:7]} == {50} and {entry[3] for entry in log[7:]} == {100}
     rounds = [log[7:14], log[14:19], log[19:24]]
     assert [{entry[2][0] for entry in entries} for entries in rounds] == [{5}, {6}, {5}]
     assert [entries[0][:2] for entries in rounds] == arms[:3]
@@ -287,6 +308,9 @@ def test_transformers_as_a_peer_gives_our_output(peers, pair: Pair) -> None:
     ours, theirs = report["results"]
     assert ours["speculative"] and theirs["accepted_length"] >= 1
     assert theirs["first_difference"] == -1 and len(report["prefills"]) == 2
+    code, out, _ = peers("--peers", entry, *flags, "--temperature", "0.8")
+    ours, theirs = json.loads(out)["results"]
+    assert ours["first_difference"] == -1 and theirs["accepted_length"] >= 1
 
 
 def test_a_gguf_file_runs_as_it_is_stored(pair: Pair, script, fake, peers, tmp_path: Path) -> None:
@@ -331,14 +355,16 @@ def test_workers_time_the_same_window_as_forerun(script, monkeypatch: pytest.Mon
 class FakeModel:
     """Replacement for llama.cpp's model whose next token is a function of the text.
 
-    `wrong` of eight texts are continued wrongly, so that a draft model is right sometimes.
+    `wrong` of eight texts are continued wrongly, so that a draft model is right sometimes. Its
+    cache holds half of each prompt already.
     """
 
     def __init__(self, wrong: int = 0) -> None:
         self.wrong, self.rows = wrong, 0
 
-    def begin(self, sequences: int) -> None:
-        self.texts: list[list[int]] = [[] for _ in range(sequences)]
+    def begin(self, prompts: list[list[int]], temperature: float = 0.0) -> list[int]:
+        self.texts = [prompt[: len(prompt) // 2] for prompt in prompts]
+        return [len(text) for text in self.texts]
 
     def read(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
         found = []
@@ -374,10 +400,10 @@ def test_the_llama_cpp_worker_is_lossless(wrong: int | None, script, monkeypatch
     worker.target = FakeModel() if wrong is not None else RepeatingModel()
     worker.drafter = None if wrong is None else FakeModel(wrong)
     prompts = [[1, 2, 3], [4, 5], [6]]
-    plain = worker.run(0, prompts, 60)
+    plain = worker.run(0, prompts, 60, 0.0)
     assert [len(output) for output in plain["outputs"]] == [60] * 3 and plain["steps"] == 180
     for depth in (1, 3, 10, 90):
-        answer = worker.run(depth, prompts, 60)
+        answer = worker.run(depth, prompts, 60, 0.0)
         assert answer["outputs"] == plain["outputs"]
         if wrong is None:
             assert answer["steps"] < 180 * (1 - 0.4 * depth / (depth + 1))
@@ -385,6 +411,98 @@ def test_the_llama_cpp_worker_is_lossless(wrong: int | None, script, monkeypatch
             assert answer["steps"] == 3 * (1 + -(-59 // (depth + 1)))
         elif wrong == 8:
             assert answer["steps"] == 180
+
+
+class FakeLlama(ModuleType):
+    """Replacement for llama_cpp whose samplers draw from four tokens by the text and a counter."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__("llama_cpp")
+        self.recurrent, self.rows, self.freed = recurrent, 0, 0
+        self.texts: dict[int, list[int]] = {}
+        self.seen: list[list[int]] = []  # the text behind each row of the last pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: SimpleNamespace()
+
+    def llama_decode(self, context: Any, batch: Any) -> int:
+        self.seen = []
+        for i in range(batch.n_tokens):
+            text = self.texts.setdefault(batch.seq_id[i][0], [])
+            assert batch.pos[i] == len(text)
+            text.append(batch.token[i])
+            self.seen.append(list(text))
+        self.rows += batch.n_tokens
+        return 0
+
+    def llama_memory_seq_rm(self, memory: Any, sequence: int, start: int, end: int) -> bool:
+        if self.recurrent and start:
+            return False
+        del self.texts[sequence][start:]
+        return True
+
+    def llama_sampler_init_dist(self, seed: int) -> Any:
+        return SimpleNamespace(draws=seed)
+
+    def llama_sampler_chain_init(self, parameters: Any) -> Any:
+        return SimpleNamespace(chain=[])
+
+    def llama_sampler_chain_add(self, chain: Any, sampler: Any) -> None:
+        chain.chain.append(sampler)
+
+    def llama_sampler_free(self, chain: Any) -> None:
+        self.freed += 1
+
+    def llama_sampler_sample(self, chain: Any, context: Any, row: int) -> int:
+        source = chain.chain[-1]
+        source.draws += 1
+        return hash((*self.seen[row], source.draws)) % 4
+
+
+def llama_model(script: Any, monkeypatch: pytest.MonkeyPatch, recurrent: bool) -> tuple[Any, Any]:
+    """Return (a model of the llama.cpp worker on a fake llama.cpp, the fake)."""
+    fake = FakeLlama(recurrent)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    model = object.__new__(script("with_llama_cpp").Model)
+    rows = {name: [0] * 99 for name in ("token", "pos", "logits", "n_seq_id")}
+    model.batch = SimpleNamespace(n_tokens=0, seq_id=[[0] for _ in range(99)], **rows)
+    model.model = model.context = model.memory = None
+    model.threads, model.length, model.sequences = 1, 99, 0
+    model.held, model.samplers = [], []
+    return model, fake
+
+
+def test_the_llama_cpp_worker_draws_as_without_a_draft(script, monkeypatch) -> None:
+    """Above temperature 0, a draft changes no random number and no token."""
+    target, fake = llama_model(script, monkeypatch, recurrent=False)
+    worker = object.__new__(script("with_llama_cpp").LlamaCpp)
+    worker.target, worker.drafter = target, None
+    prompts = [[1, 2, 3], [4, 5]]
+    plain = worker.run(0, prompts, 40, 0.8)
+    assert plain["steps"] == 80 and len(set(plain["outputs"][0])) > 1
+    worker.drafter = FakeModel()
+    monkeypatch.setattr(worker.drafter, "after", lambda text: len(text) % 4)
+    drafted = worker.run(3, prompts, 40, 0.8)
+    assert drafted["outputs"] == plain["outputs"] and drafted["steps"] < 80
+    assert fake.freed == 2
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_the_llama_cpp_worker_keeps_what_prompts_share(
+    recurrent: bool, script, monkeypatch
+) -> None:
+    """States that cannot go back are read anew; a draft on them fails in words."""
+    model, fake = llama_model(script, monkeypatch, recurrent)
+    assert model.begin([[1, 2, 3]], 0.8) == [0]
+    model.read([(token, at, 0, at == 2) for at, token in enumerate([1, 2, 3])])
+    assert model.begin([[1, 2, 3]]) == ([0] if recurrent else [2])
+    model.read([(7, len(model.held[0]), 0, False)])
+    assert fake.texts[0] == model.held[0] == ([7] if recurrent else [1, 2, 7])
+    model.keep(0, len(model.held[0]))
+    if recurrent:
+        model.read([(8, 1, 0, False)])
+        with pytest.raises(RuntimeError, match="cannot take tokens back"):
+            model.keep(0, 1)
 
 
 def test_steps_of_the_vllm_worker(script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +547,7 @@ def test_steps_of_the_vllm_worker(script, monkeypatch: pytest.MonkeyPatch) -> No
     options = dict(model="m", format="bfloat16", draft="", lookup=True, device="cpu")
     worker = script("with_vllm").Vllm(options | {"context": 64, "requests": 2})
     for depth in (0, 0, 3):
-        answer = worker.run(depth, [[10, 1], [20]], 5)
+        answer = worker.run(depth, [[10, 1], [20]], 5, 0.0)
         assert answer["outputs"] == [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]]
         assert answer["decode_tokens"] == 6 and answer["steps"] == 6
     assert [own["speculative_config"] for own in loaded] == [
@@ -585,13 +703,14 @@ def test_the_server_worker_returns_ids_if_there_are_any(has_ids: bool) -> None:
         worker = Worker("server", sys.executable, "with_server.py", "", options, 60)
         try:
             worker.load()
-            assert worker.ready == Capabilities("7", 1 << 20, 0, False)
-            outcome = worker.run(0, [[5, 6], [7]], 6)
+            assert worker.ready == Capabilities("7", 1 << 20, 0, False, True)
+            outcome = worker.run(0, [[5, 6], [7]], 6, 0.5)
             assert outcome.outputs == ([[1, 2, 3, 4, 5, 6]] * 2 if has_ids else None)
             assert outcome.speed > 0
             assert sorted(body["prompt"] for body in fake.bodies) == [[5, 6], [7]]
             sent = fake.bodies[0]
             assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 6, True)
+            assert sent["temperature"] == 0.5
             with pytest.raises(PeerError, match="made 6 tokens where 9 were asked for"):
                 worker.run(0, [[5]], 9)
         finally:

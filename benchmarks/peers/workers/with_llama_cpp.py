@@ -2,8 +2,10 @@
 
 Speculation is the greedy loop of llama.cpp's own examples: a draft model with a context of its own
 drafts a chain, one pass of the target verifies it, and rejected tokens are removed from both KV
-caches. Several requests are sequences of one context, drafted and verified together. The KV cache
-is float16, its default. Without a draft model, drafts are looked up in the text by the rule of its
+caches. Above temperature 0 the draft stays greedy and the target's samplers decide, as in the
+examples. Several requests are sequences of one context, drafted and verified together. The KV cache
+is float16, its default, and keeps what the next run's prompt shares with the last text, as
+llama.cpp's server does. Without a draft model, drafts are looked up in the text by the rule of its
 example `lookup`.
 """
 
@@ -21,6 +23,7 @@ from ngram_cache import NgramCache
 
 BATCH = 2048  # rows that one call takes
 CELLS = 256  # a sequence's KV cache is a multiple of this
+NEVER = -1  # no token: nothing is drawn behind a rejected draft
 Row = tuple[int, int, int, bool]  # token, position, sequence, whether logits are wanted
 
 
@@ -39,9 +42,24 @@ class Model:
         self.context: Any = None
         self.memory: Any = None
         self.sequences = 0
+        self.held: list[list[int]] = []  # tokens of each sequence in the KV cache
+        self.samplers: list[Any] = []  # of each sequence; empty for greedy decoding
 
-    def begin(self, sequences: int) -> None:
-        """Clear the KV cache of a context for this many sequences."""
+    def begin(self, prompts: worker.Prompts, temperature: float = 0.0) -> list[int]:
+        """Make sequences for these prompts; return how many tokens of each the KV cache has."""
+        self._make_context(len(prompts))
+        for sampler in self.samplers:
+            llama.llama_sampler_free(sampler)
+        self.samplers = [_sampler(temperature, i) for i in range(len(prompts)) if temperature]
+        for i, prompt in enumerate(prompts):
+            pairs = enumerate(zip(self.held[i], prompt[:-1], strict=False))
+            most = min(len(self.held[i]), len(prompt) - 1)
+            shared = next((at for at, (a, b) in pairs if a != b), most)
+            if not self._cut(i, shared):
+                self._cut(i, 0)  # the states of a recurrent model cannot go back
+        return [len(held) for held in self.held]
+
+    def _make_context(self, sequences: int) -> None:
         if sequences != self.sequences:
             if self.context:
                 llama.llama_free(self.context)
@@ -55,10 +73,13 @@ class Model:
             if not self.context:
                 raise MemoryError(f"llama.cpp cannot make a context for {sequences} sequences")
             self.memory = llama.llama_get_memory(self.context)
-        llama.llama_memory_clear(self.memory, False)
+            self.held = [[] for _ in range(sequences)]
 
     def read(self, rows: Sequence[Row]) -> list[int]:
-        """Return the most likely next tokens of the rows that want one, in order."""
+        """Return the next tokens, drawn or most likely, of the rows that want one, in order.
+
+        No token is drawn behind a row that was followed by another token than the one drawn there.
+        """
         found: list[int] = []
         for start in range(0, len(rows), BATCH):
             found += self._pass(rows[start : start + BATCH])
@@ -73,6 +94,10 @@ class Model:
         code = llama.llama_decode(self.context, batch)
         if code:
             raise RuntimeError(f"llama_decode gave {code} for {len(rows)} rows")
+        for token, position, sequence, _ in rows:
+            self.held[sequence][position:] = [token]
+        if self.samplers:
+            return self._draw(rows)
         count = sum(row[3] for row in rows)
         if not count:
             return []
@@ -81,16 +106,47 @@ class Model:
             int(i) for i in np.ctypeslib.as_array(logits, (count, self.vocabulary)).argmax(axis=1)
         ]
 
+    def _draw(self, rows: Sequence[Row]) -> list[int]:
+        """Return what `read` does, so that random numbers are used as without a draft."""
+        drawn: list[int] = []
+        expected: dict[int, int] = {}  # token drawn last of each sequence
+        for i, (token, _, sequence, wanted) in enumerate(rows):
+            if wanted and expected.get(sequence, token) == token:
+                sampler = self.samplers[sequence]
+                drawn.append(llama.llama_sampler_sample(sampler, self.context, i))
+            elif wanted:
+                drawn.append(NEVER)
+            if wanted:
+                expected[sequence] = drawn[-1]
+        return drawn
+
     def keep(self, sequence: int, length: int) -> None:
         """Remove a sequence's KV cache from position `length` on."""
-        llama.llama_memory_seq_rm(self.memory, sequence, length, -1)
+        if not self._cut(sequence, length):
+            raise RuntimeError("llama.cpp cannot take tokens back from this model's states")
+
+    def _cut(self, sequence: int, length: int) -> bool:
+        """Do what `keep` does; False if the model cannot."""
+        if length < len(self.held[sequence]):
+            if not llama.llama_memory_seq_rm(self.memory, sequence, length, -1):
+                return False
+            del self.held[sequence][length:]
+        return True
+
+
+def _sampler(temperature: float, seed: int) -> Any:
+    """Return samplers that draw from the whole distribution at a temperature."""
+    chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+    llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_temp(temperature))
+    llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_dist(seed))
+    return chain
 
 
 class LlamaCpp:
     """A target and its draft model, converted to GGUF unless they are GGUF files."""
 
     plain = worker.MANY
-    depths = True
+    depths = samples = True
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.version = llama.__version__
@@ -112,18 +168,20 @@ class LlamaCpp:
         convert(Path(path), form, converted)
         return Model(path, options)
 
-    def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
+    def run(
+        self, depth: int, prompts: worker.Prompts, tokens: int, temperature: float
+    ) -> dict[str, Any]:
         """As `worker.Engine.run`."""
         texts = [list(prompt) for prompt in prompts]
         ends = [len(prompt) + tokens for prompt in prompts]
-        self.target.begin(len(prompts))
+        known = self.target.begin(prompts, temperature)
         # reads the prompts beforehand, as lookup does
         drafts: Lookup | Chains | None = Lookup(texts) if depth and not self.drafter else None
         watch = worker.Watch(len(prompts))
         for i, prompt in enumerate(prompts):
             last = len(prompt) - 1
             texts[i] += self.target.read(
-                [(token, at, i, at == last) for at, token in enumerate(prompt)]
+                [(prompt[at], at, i, at == last) for at in range(known[i], len(prompt))]
             )
             watch.step({i: 1})
         if depth and self.drafter:
@@ -182,11 +240,10 @@ class Chains:
     """
 
     def __init__(self, model: Model, texts: list[list[int]]) -> None:
-        self.model, self.texts, self.read = model, texts, [0] * len(texts)
+        self.model, self.texts, self.read = model, texts, model.begin(texts)
         self.last: dict[
             int, tuple[int, list[int]]
         ] = {}  # the length of the text before, and the draft
-        model.begin(len(texts))
 
     def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
         """Return greedy drafts for {request: depth}; unread tokens are read first."""

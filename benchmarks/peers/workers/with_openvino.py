@@ -26,7 +26,7 @@ class OpenVino:
     """One pipeline for each way to decode: one with a draft model cannot decode without it."""
 
     plain = worker.MANY
-    depths = True
+    depths, samples = True, False
 
     def __init__(self, options: dict[str, Any]) -> None:
         if options["device"] != "cpu":
@@ -73,7 +73,9 @@ class OpenVino:
             save_tokenizer(work)
         return str(converted)
 
-    def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
+    def run(
+        self, depth: int, prompts: worker.Prompts, tokens: int, temperature: float
+    ) -> dict[str, Any]:
         """As `worker.Engine.run`."""
         config = genai.GenerationConfig()
         config.max_new_tokens, config.do_sample, config.ignore_eos = tokens, False, True

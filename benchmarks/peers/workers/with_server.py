@@ -24,7 +24,7 @@ WAIT = 3600.0  # seconds without a byte; the bench itself gives up sooner
 class Server:
     """A server at a URL. Raises ValueError if it has no OpenAI API."""
 
-    depths = False
+    depths, samples = False, True
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.url = options["where"].rstrip("/").removesuffix("/v1")
@@ -54,11 +54,15 @@ class Server:
         except (ValueError, KeyError, TypeError):
             return ""
 
-    def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
+    def run(
+        self, depth: int, prompts: worker.Prompts, tokens: int, temperature: float
+    ) -> dict[str, Any]:
         """As `worker.Engine.run`; the server chooses its depth."""
         watch = worker.Watch(len(prompts))
         with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(lambda prompt: list(self._pieces(prompt, tokens)), prompts))
+            answers = list(
+                pool.map(lambda prompt: list(self._pieces(prompt, tokens, temperature)), prompts)
+            )
         outputs = [[i for _, ids, _ in pieces for i in ids or []] for pieces in answers]
         known = all(ids is not None for pieces in answers for _, ids, _ in pieces)
         came = []
@@ -76,14 +80,16 @@ class Server:
         return answer
 
     def _pieces(
-        self, prompt: list[int], tokens: int
+        self, prompt: list[int], tokens: int, temperature: float
     ) -> Iterator[tuple[float, list[int] | None, int]]:
         """Yield (time, token ids or None, tokens of the answer so far) of each chunk."""
         body = {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": tokens,
-            "temperature": 0,
+            "temperature": temperature,
+            "top_p": 1.0,
+            "seed": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},

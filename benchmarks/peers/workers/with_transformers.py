@@ -16,7 +16,7 @@ class Transformers:
     """A target and its assistant; assisted generation takes one request at a time."""
 
     plain = worker.MANY
-    depths = True
+    depths = samples = True
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
@@ -44,7 +44,9 @@ class Transformers:
         model.generation_config.pad_token_id = FIRST_PAD
         return model
 
-    def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
+    def run(
+        self, depth: int, prompts: worker.Prompts, tokens: int, temperature: float
+    ) -> dict[str, Any]:
         """As `worker.Engine.run`. Shorter prompts are padded on the left."""
         import torch
 
@@ -56,11 +58,15 @@ class Transformers:
         mask = torch.tensor([[0] * m + [1] * (longest - m) for m in missing], device=self.device)
         watch = worker.Watch(len(prompts))
         more = self._drafting(depth) if depth else {}
+        torch.manual_seed(0)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:  # without the filters of the model's own settings
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         with torch.inference_mode():
             whole = self.target.generate(
                 ids,
                 attention_mask=mask,
-                do_sample=False,
+                **sampling,
                 max_new_tokens=tokens,
                 streamer=Streamer(watch),
                 **more,

@@ -20,7 +20,7 @@ class Vllm:
     """An engine for one way to decode."""
 
     plain = worker.MANY
-    depths = True
+    depths = samples = True
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -70,7 +70,9 @@ class Vllm:
         )
         return LLMEngine.from_engine_args(arguments)
 
-    def run(self, depth: int, prompts: worker.Prompts, tokens: int) -> dict[str, Any]:
+    def run(
+        self, depth: int, prompts: worker.Prompts, tokens: int, temperature: float
+    ) -> dict[str, Any]:
         """As `worker.Engine.run`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -80,7 +82,8 @@ class Vllm:
             gc.collect()
             self.engine, self.depth = self._load(depth), depth
         params = SamplingParams(
-            temperature=0.0,
+            temperature=temperature,
+            seed=0,
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,

@@ -5,8 +5,8 @@ that has that engine. They are started by path and import nothing of forerun; no
 a package, since a script's own directory comes first on Python's path.
 
 A worker is started with its options as one JSON object, loads, and writes one line: {"ready":
-{...}} or {"error": "..."}. Then it answers each line {"depth": k, "prompts": [[ids]], "tokens": n}
-with one line until its input ends. Output of libraries goes to stderr.
+{...}} or {"error": "..."}. Then it answers each line {"depth": k, "prompts": [[ids]], "tokens": n,
+"temperature": t} with one line until its input ends. Output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ class Engine(Protocol):
     """A loaded engine.
 
     `version` is its package's. `plain` and `speculative` are the maximum concurrency without and
-    with a draft, 0 where it cannot. `depths` is True if it drafts at a requested depth.
+    with a draft, 0 where it cannot. `depths` is True if it drafts at a requested depth, `samples`
+    if it takes temperatures above 0.
     """
 
     version: str
     plain: int
     speculative: int
     depths: bool
+    samples: bool
 
-    def run(self, depth: int, prompts: Prompts, tokens: int) -> dict[str, Any]:
-        """Continue all prompts together, greedily, by exactly `tokens` tokens; depth 0 is plain.
+    def run(self, depth: int, prompts: Prompts, tokens: int, temperature: float) -> dict[str, Any]:
+        """Continue all prompts together by exactly `tokens` tokens; depth 0 is plain.
+
+        Temperature 0 is greedy; above it, tokens are drawn from the whole distribution.
 
         Returns `Watch.answer`.
         """
@@ -98,12 +102,12 @@ def work(load: Callable[[dict[str, Any]], Engine]) -> None:
         raise  # ends the process, as a failing import at the top of a script does
     except Exception as error:
         return say({"error": _in_a_line(error)})
-    names = ("version", "plain", "speculative", "depths")
+    names = ("version", "plain", "speculative", "depths", "samples")
     say({"ready": {name: getattr(engine, name) for name in names}})
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            say(engine.run(request["depth"], request["prompts"], request["tokens"]))
+            say(engine.run(**request))
         except Exception as error:
             return say({"error": _in_a_line(error)})
     return None
