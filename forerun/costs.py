@@ -58,6 +58,7 @@ SIZES = [
 MIN_SECONDS = 1e-9  # lower bound of a measurement
 LEAST, LONGEST = 1e-12, 1e4  # valid range of seconds in a file
 REACH_FACTOR, REACH_TOKENS = 1.25, 8  # limits for passes larger than those measured
+LEVEL_SHARE = 0.1  # of a forward pass: what a level of a draft is expected to cost
 CATCH_UP_SHARE = 0.5  # maximum share of a draft's time that is subtracted as catch-up
 CATCH_UP_DISCOUNT = 0.9  # discount factor of earlier catch-up measurements
 MOST_TOKENS = 1e9  # maximum number of tokens in a file
@@ -128,9 +129,7 @@ class Curve:
 
     def least_share(self, least: float = 0.0) -> float:
         """Return the least cost of a measured size divided by the size, of those that cost at
-        `least` so much; 0 if there is none, or if all is a single measurement, which is cold."""
-        if sum(self.count.values()) < 2:
-            return 0.0
+        `least` so much; 0 if there is none."""
         costs = [(self._own(i), size) for i, size in enumerate(self.sizes)]
         return min((cost / size for cost, size in costs if cost >= least), default=0.0)
 
@@ -202,8 +201,8 @@ class CostModel:
         speed_factor: current seconds per second at the start; it follows the machine's speed.
         prompts_predict: passes that read prompts run on the same kernels as others, so that the
             time of their tokens says what rows cost that were never measured.
-        reading_shares: by proposer, what it costs to read a token as a share of what it costs the
-            target, as far as their weights tell; none for proposers that read nothing.
+        reading_shares: by proposer, what a token costs it as a share of what it costs the target,
+            as far as their weights tell; none for proposers that read no text.
         step_overhead: what a request adds to a step beside its forward pass and drafting; 0 until
             it was measured.
     """
@@ -288,13 +287,13 @@ class CostModel:
     def draft(self, source: str, depth: int, num_requests: int = 1) -> float:
         """Return the cost of drafting `depth` levels for `num_requests` requests at once.
 
-        It is taken from the next smaller measured number of requests, or is a tenth of a forward
-        pass per level if there is none.
+        It is taken from the next smaller measured number of requests. If there is none, a level
+        costs what its weights tell, or a tenth of a forward pass.
         """
         for octave in range(num_requests.bit_length(), 0, -1):
             if (source, octave) in self._drafts:
                 return self._drafts[source, octave].at(depth) or 0.0
-        return 0.1 * depth * self.forward(1)
+        return self.reading_shares.get(source, LEVEL_SHARE) * depth * self.forward(1)
 
     def catch_up(self, source: str, num_tokens: int) -> float:
         """Return the cost for a proposer to read missed tokens.

@@ -12,6 +12,7 @@ import pytest
 from forerun import ConfigError
 from forerun.costs import (
     FIRST_SHARE,
+    LEVEL_SHARE,
     NEIGHBOUR_STRENGTH,
     SETTLED,
     CostModel,
@@ -57,8 +58,8 @@ def test_cold_measurements_are_replaced_by_the_first_warm_one() -> None:
 
 
 def test_prefill_costs_predict_the_cost_of_unmeasured_rows() -> None:
-    """The prediction is a roofline: constant, then proportional. Prompts bound by memory, a single
-    cold one, and hardware with other prefill kernels do not count."""
+    """The prediction is a roofline: constant, then proportional. Prompts bound by memory and
+    hardware with other prefill kernels do not count, and a single cold prompt counts in part."""
 
     def model(*prefills: tuple[int, float], predicts: bool = True) -> CostModel:
         costs = CostModel()
@@ -77,8 +78,8 @@ def test_prefill_costs_predict_the_cost_of_unmeasured_rows() -> None:
     restored.load_state(measured.state())
     assert restored.forward(16) == pytest.approx(2)
     unmeasured = model()
+    assert model((64, 16.0)).forward(16) == pytest.approx(16 * FIRST_SHARE * 16.0 / 64)
     for other in (
-        model((64, 8.0)),
         model((9, 1.9), (9, 1.9)),
         model((64, 8.0), (64, 8.0), predicts=False),
     ):
@@ -222,6 +223,16 @@ def test_catching_up_is_expected_to_cost_a_share_of_the_targets_reading_until_me
     assert costs.catch_up("model", 0) == costs.catch_up("suffix", 1000) == 0.0
     costs.add_draft("model", 2, 100.0, lag=1000)  # a first time is all reading, whatever expected
     assert costs.catch_up("model", 1000) == pytest.approx(100.0, rel=0.01)
+
+
+def test_a_level_is_expected_to_cost_what_its_weights_tell_until_measured() -> None:
+    costs = CostModel()
+    costs.reading_shares = {"model": 0.4, "self": 0.0}
+    assert costs.draft("model", 3) == pytest.approx(1.2)
+    assert costs.draft("other", 3) == pytest.approx(3 * LEVEL_SHARE)
+    costs.add_draft("model", 3, 0.6)
+    costs.add_draft("model", 3, 0.6)
+    assert costs.draft("model", 3) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(

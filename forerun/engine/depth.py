@@ -93,6 +93,8 @@ class DepthPolicy:
         steps: steps so far.
         credit: passes left for probes, by proposer; a probe takes credit and time gives it back
             (an idea of conservative bandits, Wu et al. 2016).
+        saved: passes beyond what may be spent at once, all of which a probe that costs more takes:
+            one of a draft model that has a prompt to read.
         pauses: steps of the next pause of several requests, by proposer.
         experts: what tokens use of the target's experts; None if it has none.
     """
@@ -105,6 +107,7 @@ class DepthPolicy:
         self.confidence: dict[tuple[str, bool], ConfidenceBins] = defaultdict(ConfidenceBins)
         self.steps = 0
         self.credit: dict[str, float] = defaultdict(lambda: PROBE_ALLOWANCE)
+        self.saved: dict[str, float] = defaultdict(float)
         self.pauses: dict[str, int] = defaultdict(lambda: PAUSE_STEPS)
         self.experts: ExpertLoad | None = None
         self._trend: Callable[[float], float] | None = None
@@ -303,9 +306,12 @@ class DepthPolicy:
 
     def _spend(self, source: str, price: float) -> bool:
         """Take a price in passes from a proposer's credit; return False if there is not enough."""
-        if self.credit[source] < min(price, PROBE_ALLOWANCE):
+        at_once = min(price, PROBE_ALLOWANCE)
+        if self.credit[source] < at_once or self.saved[source] < price - at_once:
             return False
-        self.credit[source] -= price
+        self.credit[source] -= at_once
+        if price > at_once:
+            self.saved[source] = 0.0
         return True
 
     def _probe_price(self, option: DraftOption, batch: BatchState) -> float:
@@ -578,7 +584,10 @@ class DepthPolicy:
         num_tokens: of a model with experts its effective rows, rounded."""
         self.costs.add_forward(num_tokens, seconds)
         for source, credit in self.credit.items():
-            self.credit[source] = min(credit + PROBE_SHARE, PROBE_ALLOWANCE)
+            if credit < PROBE_ALLOWANCE:
+                self.credit[source] = credit + PROBE_SHARE
+            else:
+                self.saved[source] += PROBE_SHARE
 
     def record_verdict(
         self, source: str, acceptance: Acceptance, drafted: int, accepted: int

@@ -119,6 +119,31 @@ def test_the_cost_of_probes_is_bounded_over_all_requests(cost: float) -> None:
     assert len(probes) >= 2 and probes[-1] > 9_000
 
 
+def test_a_probe_that_costs_more_than_may_be_spent_at_once_waits() -> None:
+    """A draft model does not read the prompt of a first short text to find out whether it pays: the
+    passes beyond the allowance are saved before. Cheap probes do not take them, nor do they wait.
+    """
+    policy, acceptance = learned(rate=0.05, draft_cost=0.01, slope=0.1)
+    beyond = 3.0
+    policy.costs.add_draft("model", PROBE_DEPTH, PROBE_ALLOWANCE + beyond, lag=100)
+
+    def probes(lag: int, steps: int) -> list[int]:
+        found = []
+        for step in range(steps):
+            (depth,) = policy.choose([DraftOption("model", 8, acceptance, lag=lag)], ONE)
+            policy.record_forward(1, 1.0)
+            policy.steps += 1
+            if depth:
+                found.append(step)
+                policy.record_verdict("model", acceptance, depth, 0)
+        return found
+
+    first, *others = probes(100, 2000)
+    assert beyond / PROBE_SHARE < first < 1.3 * beyond / PROBE_SHARE
+    assert all(later > first + beyond / PROBE_SHARE for later in others) and len(others) >= 1
+    assert len(probes(0, 200)) > 3
+
+
 def test_the_price_of_a_probe_includes_the_proposers_lag() -> None:
     """Catching up costs 4 passes, which the second probe has to wait for."""
     policy, acceptance = learned(rate=0.05, draft_cost=0.01, slope=0.1)
