@@ -10,12 +10,12 @@ a draft model, or are looked up in the text, by each engine in its own way.
 
 A round runs plain decoding and every depth of every engine once over the same prompts, starting
 with a different one each time; ratios are formed within rounds, and the read bandwidth is measured
-after every run. One short uncounted round comes first. An engine that fails is left out, with a
-reason. Texts that were read before stay in the caches of engines that keep them, so a long prompt
-costs its reading once. At a temperature above 0 every engine samples from the whole distribution
-with its own random numbers; texts are then only compared within an engine. With `--alone` an engine
-is loaded for its runs of a round and closed before the next one is loaded, for models of which
-memory holds only one.
+after every run. One short uncounted round comes first, and a few uncounted tokens before each run,
+so that prompts are in the caches of engines that keep them, those of draft models too. An engine
+that fails is left out, with a reason. At a temperature above 0 every engine samples from the whole
+distribution with its own random numbers; texts are then only compared within an engine. With
+`--alone` an engine is loaded for its runs of a round and closed before the next one is loaded, for
+models of which memory holds only one.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ from forerun.utils import check_integer, check_number
 
 T = TypeVar("T")
 WARM_UP_TOKENS = 64
+READING_TOKENS = 4  # before each run, which reads the prompts
 MAX_TEMPERATURE = 2.0  # what servers with OpenAI's API accept
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 STORED = "as stored"  # the format of a GGUF file
@@ -415,9 +416,11 @@ def measure_decoding(
     if has_bandwidth:
         native.start(plan.threads)
     for i, (name, depth) in in_rounds(list(runs), plan.repeats):
-        tokens = plan.tokens if i >= 0 else warm_up
         prompts = load.groups[i % len(load.groups)]
-        outcome = engines.run(name, depth, prompts, tokens, load.temperature)
+        before = min(READING_TOKENS, plan.tokens) if i >= 0 else warm_up
+        outcome = engines.run(name, depth, prompts, before, load.temperature)
+        if outcome is not None and i >= 0:
+            outcome = engines.run(name, depth, prompts, plan.tokens, load.temperature)
         if outcome is not None and i >= 0:
             runs[name, depth].append(outcome)
             bandwidths += [native.read_bandwidth()] if has_bandwidth else []
