@@ -518,7 +518,7 @@ def make_plan(given: Any) -> Plan:
     if 0 in depths:
         raise ConfigError("depth 0 is plain decoding, which is always measured")
     prefill = [parse_integer(length, "prefill") for length in listed(given.prefill)]
-    temperatures = [parse_number(t, "temperature") for t in listed(given.temperature)]
+    temperatures = [parse_number(t, "temperature") for t in listed(given.temperature) or ["0"]]
     for temperature in temperatures:
         check_number("temperature", temperature, 0, MAX_TEMPERATURE)
     for name, value, lowest in (
@@ -549,11 +549,7 @@ def make_plan(given: Any) -> Plan:
 
 
 def make_loads(
-    model: str | None,
-    path: Path | None,
-    categories: str | None,
-    requests: int,
-    plan: Plan,
+    model: str | None, path: Path | None, categories: str | None, requests: int, plan: Plan
 ) -> list[Load]:
     """Return the prompts of each category in groups of `requests`, for every temperature.
 
@@ -569,7 +565,7 @@ def make_loads(
         if not starts:
             raise RequestError(f"category {category} has fewer than {requests} prompts")
         groups = [found[i : i + requests] for i in starts]
-        loads += [Load(category, requests, groups, heat) for heat in plan.temperatures]
+        loads += [Load(category, requests, groups, value) for value in plan.temperatures]
     return loads
 
 
@@ -582,7 +578,7 @@ def show(report: Report) -> None:
     def text(at: int | None) -> str:
         return "" if at is None else "same" if at < 0 else f"from token {at}"
 
-    heats = sorted({r.temperature for r in report.results})
+    temperatures = sorted({r.temperature for r in report.results})
     print_columns(
         [
             {
@@ -628,7 +624,7 @@ def show(report: Report) -> None:
         low, middle, high = report.bandwidth
         read = f", read bandwidth {middle:.1f} GB/s ({low:.1f} to {high:.1f})"
     print(
-        f"{report.tokens} tokens, temperature {', '.join(f'{heat:g}' for heat in heats)},"
+        f"{report.tokens} tokens, temperature {', '.join(f'{t:g}' for t in temperatures)},"
         f" {report.threads} threads, draft {report.draft}"
         f" ({report.draft_format}), medians of {report.repeats} rounds without prefill{read}"
     )

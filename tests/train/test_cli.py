@@ -100,7 +100,7 @@ def test_training_writes_a_usable_drafter(train: Verb, data: Path, tmp_path: Pat
     cases = [(m["temperature"], m["depth"]) for m in report["measured"]]
     assert cases == [(t, d) for t in (0, 0.8) for d in (1, 2, 3)]
     assert "| held-out | 0.8 | " in readme and "depth 3 |" in readme
-    llm = LLM(tiny.with_tokenizer(), draft=f"model:{out}", kv_tokens=1024)
+    llm = LLM(tiny.with_tokenizer(), draft=f"model:{out}", depth=2, kv_tokens=1024)
     (output,) = llm.generate('{"name":', SamplingParams.pure(max_tokens=8))
     assert output.stats.by_source["model"].drafted
     code, text, _ = train("--eval", str(out), "--json")
