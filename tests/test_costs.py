@@ -227,7 +227,7 @@ def test_catching_up_is_expected_to_cost_a_share_of_the_targets_reading_until_me
 
 def test_a_level_is_expected_to_cost_what_its_weights_tell_until_measured() -> None:
     costs = CostModel()
-    costs.reading_shares = {"model": 0.4, "self": 0.0}
+    costs.reading_shares = {"model": 0.4}
     assert costs.draft("model", 3) == pytest.approx(1.2)
     assert costs.draft("other", 3) == pytest.approx(3 * LEVEL_SHARE)
     costs.add_draft("model", 3, 0.6)

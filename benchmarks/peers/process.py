@@ -124,8 +124,12 @@ class Worker:
 
         Raises PeerError.
         """
-        request = {"depth": depth, "prompts": prompts, "tokens": tokens}
-        request["temperature"] = temperature
+        request = {
+            "depth": depth,
+            "prompts": prompts,
+            "tokens": tokens,
+            "temperature": temperature,
+        }
         assert self.process.stdin is not None
         try:
             print(json.dumps(request), file=self.process.stdin, flush=True)

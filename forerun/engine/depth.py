@@ -93,8 +93,8 @@ class DepthPolicy:
         steps: steps so far.
         credit: passes left for probes, by proposer; a probe takes credit and time gives it back
             (an idea of conservative bandits, Wu et al. 2016).
-        saved: passes beyond what may be spent at once, all of which a probe that costs more takes:
-            one of a draft model that has a prompt to read.
+        saved: passes that time gave while the credit was full, by proposer; a probe that costs more
+            than the credit, as of a draft model that has a prompt to read, takes all of them.
         pauses: steps of the next pause of several requests, by proposer.
         experts: what tokens use of the target's experts; None if it has none.
     """

@@ -422,7 +422,7 @@ class FakeLlama(ModuleType):
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__("llama_cpp")
-        self.recurrent, self.rows, self.freed = recurrent, 0, 0
+        self.recurrent, self.freed = recurrent, 0
         self.texts: dict[int, list[int]] = {}
         self.seen: list[list[int]] = []  # the text behind each row of the last pass
 
@@ -436,7 +436,6 @@ class FakeLlama(ModuleType):
             assert batch.pos[i] == len(text)
             text.append(batch.token[i])
             self.seen.append(list(text))
-        self.rows += batch.n_tokens
         return 0
 
     def llama_memory_seq_rm(self, memory: Any, sequence: int, start: int, end: int) -> bool:
