@@ -22,7 +22,7 @@ from forerun.draft.ngram import Lookahead, NGram
 from forerun.draft.proposer import DraftRequest, Proposer, view_of
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
-from forerun.engine.acceptance import DraftOption
+from forerun.engine.acceptance import Acceptance, DraftOption
 from forerun.engine.depth import BatchState, DepthPolicy
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -61,10 +61,20 @@ class EarlyOverlap(OverlapProposer):
 
 
 class Eager(DepthPolicy):
-    """A policy that drafts for all requests, whatever it costs."""
+    """A policy that drafts for all requests and verifies all of a copy, whatever it costs."""
 
     def choose(self, options: Sequence[DraftOption], batch: BatchState) -> list[int]:
         return [min(3, option.limit) for option in options]
+
+    def cut_copy(
+        self,
+        kind: str,
+        acceptance: Acceptance,
+        copied: int,
+        batch: BatchState,
+        draft: Draft | None = None,
+    ) -> tuple[int, float]:
+        return copied, super().cut_copy(kind, acceptance, copied, batch, draft)[1]
 
 
 def engine(

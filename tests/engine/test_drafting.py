@@ -443,7 +443,7 @@ def test_a_shorter_copy_is_requested_if_there_is_no_room_for_a_full_one(
     text = finished(engine_of(Sometimes("second", 1)), "off").tokens
     copies = Copies(text, 2)
     monkeypatch.setattr(copies, "most", lambda depth: depth if depth < DEEPEST else 1 << 20)
-    engine = cheap(copies)
+    engine = engine_of(copies, name="copies")
     engine.set_policy(build.Eager())
     request = add(engine, "copies", temperature=0.0, length=40, depth="auto")
     build.finish(engine)

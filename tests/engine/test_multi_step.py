@@ -17,7 +17,6 @@ from forerun.draft.compose import InTurn
 from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.engine import guard, multi_step
-from forerun.engine.acceptance import Acceptance
 from forerun.engine.depth import BatchState
 from forerun.engine.draft_learning import LEAST_MATCH_STEPS
 from forerun.engine.draft_state import ProposedDraft
@@ -49,16 +48,6 @@ class VerifyAll(build.Eager):
         self, path_probs: Sequence[float], batch: BatchState, draft: Draft | None = None
     ) -> int:
         return len(path_probs)
-
-    def cut_copy(
-        self,
-        kind: str,
-        acceptance: Acceptance,
-        copied: int,
-        batch: BatchState,
-        draft: Draft | None = None,
-    ) -> tuple[int, float]:
-        return copied, super().cut_copy(kind, acceptance, copied, batch, draft)[1]
 
 
 def engine(
