@@ -41,16 +41,28 @@ VARIANTS = {
     "avxvnni": [*AVX2, "-mavxvnni"],
     "avx512vnni": AVX512,
     "avx512": [*AVX512, "-mavx512bf16"],
+    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8"],
+}
+# what older compilers or assemblers do not know, by variant: the library is made without those
+NEW = {
+    "avxvnni": ("-mavxvnni", "__m256i f(__m256i a) { return _mm256_dpbusd_avx_epi32(a, a, a); }"),
+    "amx": ("-mamx-int8", "void f() { _tile_dpbsud(0, 1, 2); }"),
 }
 # for tests on machines that have not got them (by their name in /proc/cpuinfo): what they do, on
 # AVX2
-FLAGS = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni", "avx512": "avx512_bf16"}
+FLAGS = {
+    "avxvnni": "avx_vnni",
+    "avx512vnni": "avx512_vnni",
+    "avx512": "avx512_bf16",
+    "amx": "amx_int8",
+}
 EMULATORS = Path(__file__).parent / "tests" / "kernels"
 EMULATED = {
     "avxvnni": [*AVX2, "-include", str(EMULATORS / "emulated_avxvnni.h")],
     "avx512vnni": [*AVX2, "-DWITHOUT_BF16", "-include", str(EMULATORS / "emulated_avx512.h")],
     "avx512": [*AVX2, "-include", str(EMULATORS / "emulated_avx512.h")],
 }
+EMULATED["amx"] = [*EMULATED["avx512"], "-include", str(EMULATORS / "emulated_amx.h")]
 
 
 class BuildNative(build_ext):
@@ -69,9 +81,10 @@ class BuildNative(build_ext):
             n: EMULATED[n] for n, flag in FLAGS.items() if emulate and flag not in has
         }
         switches = ["-DEMULATED"] if emulate else []
-        if "-mavxvnni" in variants["avxvnni"] and not self._knows_avxvnni(compiler):
-            del variants["avxvnni"]
-            switches.append("-DWITHOUT_AVXVNNI")
+        for name, (flag, source) in NEW.items():
+            if flag in variants[name] and not self._knows(compiler, flag, source):
+                del variants[name]
+                switches.append(f"-DWITHOUT_{name.upper()}")
         work = Path(self.build_temp)
         work.mkdir(parents=True, exist_ok=True)
         jobs = [
@@ -99,10 +112,10 @@ class BuildNative(build_ext):
         )
 
     @staticmethod
-    def _knows_avxvnni(compiler: str) -> bool:
-        """Whether compiler and assembler are new enough (2020); without it AVX2 serves."""
-        source = "#include <immintrin.h>\n__m256i f(__m256i a) { return _mm256_dpbusd_avx_epi32(a, a, a); }\n"
-        command = [compiler, "-mavxvnni", "-x", "c++", "-c", "-", "-o", os.devnull]
+    def _knows(compiler: str, flag: str, source: str) -> bool:
+        """Whether compiler and assembler are new enough (2020); older variants serve without it."""
+        command = [compiler, flag, "-x", "c++", "-c", "-", "-o", os.devnull]
+        source = f"#include <immintrin.h>\n{source}\n"
         return subprocess.run(command, input=source, text=True, capture_output=True).returncode == 0
 
     @staticmethod

@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(params=["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
+@pytest.fixture(params=["amx", "avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Start the native kernels with each instruction set that this processor supports."""
     from forerun.kernels import native

@@ -20,8 +20,9 @@ from forerun.errors import first_line
 from forerun.hardware import cores, proc_field, processor
 
 # Instruction sets of the native kernels, best first.
-SETS = ("avx512", "avx512vnni", "avxvnni", "avx2", "portable")
+SETS = ("amx", "avx512", "avx512vnni", "avxvnni", "avx2", "portable")
 NEEDED = {
+    "amx": ("avx512_bf16", "amx_tile", "amx_int8"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     "avxvnni": ("avx2", "fma", "avx_vnni"),
@@ -100,7 +101,7 @@ def _torch() -> DoctorFinding:
 
 def _processor() -> DoctorFinding:
     model = processor()
-    known = {"amx_tile", "amx_bf16", "amx_int8", *NEEDED["avx512"], *NEEDED["avxvnni"]}
+    known = {"amx_bf16", *NEEDED["amx"], *NEEDED["avx512"], *NEEDED["avxvnni"]}
     flags = sorted(known & set(proc_field("cpuinfo", "flags").split()))
     count, all_cores = cores(), os.cpu_count() or 1
     allowed = f"{count} cores" if count == all_cores else f"{count} of {all_cores} cores"
@@ -127,9 +128,9 @@ def _kernels() -> DoctorFinding:
             possible.append(native.start(instructions=name))
     active = native.start()
     flags = set(proc_field("cpuinfo", "flags").split())
-    lacking = " ".join(flag for flag in NEEDED.get(SETS[0], ()) if flag not in flags)
+    lacking = " ".join(flag for flag in NEEDED["avx512"] if flag not in flags)
     text, advice = f"{active}, of {', '.join(possible)}", ""
-    if active != SETS[0]:
+    if active not in ("amx", "avx512"):
         text += f" (no avx512: the processor lacks {lacking})" if lacking else ""
     if active == "portable":
         advice = "this processor has no AVX2: every product is slow, with speculation and without"

@@ -21,7 +21,7 @@ BUNDLED = Path(__file__).parent.parent / "drafters"
 
 # Instruction sets with which a bundled head was faster than copies alone (benchmarks/LOG.md);
 # AVX-VNNI, whose products cost less than those of AVX2, was not measured.
-HEAD_PAYS = ("avx512", "avx512vnni", "avxvnni", "avx2")
+HEAD_PAYS = ("amx", "avx512", "avx512vnni", "avxvnni", "avx2")
 
 # Words in names and tags that say "drafter".
 WORDS = (

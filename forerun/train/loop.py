@@ -267,7 +267,7 @@ def computes_bfloat16(dtype: str, device: torch.device) -> bool:
         return dtype == "bfloat16"
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return native.library() is not None and native.instructions() == "avx512"
+    return native.library() is not None and native.instructions() in ("amx", "avx512")
 
 
 @contextmanager

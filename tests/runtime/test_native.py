@@ -197,7 +197,9 @@ def test_a_forked_child_starts_its_own_threads() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("instructions", ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
+@pytest.mark.parametrize(
+    "instructions", ["amx", "avx512", "avx512vnni", "avxvnni", "avx2", "portable"]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_all_instruction_sets_agree(instructions: str, form: str) -> None:
     """Values agree closely between instruction sets; within one, the bits of a row are invariant."""

@@ -107,7 +107,8 @@ ODD = [(45, 32), (33, 96), (70, 416)]  # for types in blocks of 32
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_equal_those_of_the_dequantised_weights(kind: str, instructions: str) -> None:
-    """Covers one to nine rows, and scales of both signs, zero, and the largest possible ones."""
+    """Covers rows that fill tiles of each height, and scales of both signs, zero, and the largest
+    possible ones."""
     for outputs, inputs in SHAPES if kind in gguf_files.SUPER else ODD + SHAPES:
         for rows in (
             gguf_files.random_rows(kind, outputs, inputs, 0.1, seed=inputs),
@@ -117,11 +118,11 @@ def test_products_equal_those_of_the_dequantised_weights(kind: str, instructions
             packed = PackedMatrix(
                 gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False
             )
-            x = activations(9, inputs)
+            x = activations(37, inputs)
             assert torch.equal(packed[torch.arange(outputs)], weight)
             single = torch.cat([product(packed, row[None]) for row in x])
             assert close(single, weight, x)
-            for count in range(2, 10):
+            for count in (*range(2, 10), 16, 17, 37):
                 assert torch.equal(product(packed, x[:count]), single[:count])
 
 

@@ -353,7 +353,8 @@ def start(threads: int = 0, instructions: str = "") -> str:
 
     Args:
         threads: size of the pool; 0 is one per core.
-        instructions: "avx512vnni", "avx512", "avxvnni", "avx2" or "portable"; "" is the best.
+        instructions: "amx", "avx512", "avx512vnni", "avxvnni", "avx2" or "portable"; "" is the
+            best.
 
     Returns the name of the instruction set. Raises ValueError if the processor lacks it."""
     global _instructions, _threads

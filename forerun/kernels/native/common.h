@@ -185,6 +185,7 @@ static inline float *at(const Program *p, const Batch *b, int buffer, int64_t ro
 
 struct Variant {
   const char *name;
+  bool (*works)();  // false where instructions do not do what they should
   void (*op)(const Program *, const Op *, const Batch *, int item, int items, int phase);
   void (*pack)(int format, const float *source, int outputs, int inputs, void *weight, void *scale);
   bool (*repack)(int type, int format, const uint8_t *const *rows, int outputs, int inputs, void *weight, void *scale);
@@ -195,4 +196,4 @@ struct Variant {
 };
 
 int64_t padded_inputs(int inputs);
-extern const Variant *avx512_variant, *avx512vnni_variant, *avxvnni_variant, *avx2_variant, *portable_variant;
+extern const Variant *amx_variant, *avx512_variant, *avx512vnni_variant, *avxvnni_variant, *avx2_variant, *portable_variant;

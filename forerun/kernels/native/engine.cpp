@@ -17,6 +17,8 @@
 #include <immintrin.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "automaton.h"
 #include "formats.h"
@@ -36,14 +38,26 @@ bool has_avxvnni() {  // from cpuid: older compilers do not know the feature's n
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
+bool has_amx() {  // and the system lets this process use it
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;  // AMX-TILE and AMX-INT8
+  constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, which older headers do not know
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
 const Variant *choose(const char *name) {
   __builtin_cpu_init();
-  const Variant *usable[8] = {};
+  const Variant *usable[10] = {};
   int n = 0;
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
-    if (__builtin_cpu_supports("avx512bf16")) usable[n++] = avx512_variant;
+    if (__builtin_cpu_supports("avx512bf16")) {
+#if !defined(WITHOUT_AMX)
+      if (has_amx() && amx_variant->works()) usable[n++] = amx_variant;
+#endif
+      usable[n++] = avx512_variant;
+    }
     usable[n++] = avx512vnni_variant;
   }
 #if !defined(WITHOUT_AVXVNNI)
@@ -52,7 +66,8 @@ const Variant *choose(const char *name) {
   if (avx2) usable[n++] = avx2_variant;
   usable[n++] = portable_variant;
 #if defined(EMULATED)  // for tests: usable on every processor, never chosen as the best
-  for (const Variant *emulated : {avx512_variant, avx512vnni_variant, avxvnni_variant}) usable[n++] = emulated;
+  for (const Variant *emulated : {amx_variant, avx512_variant, avx512vnni_variant, avxvnni_variant})
+    if (emulated->works()) usable[n++] = emulated;
 #endif
   for (int i = 0; i < n; i++)
     if (!name || !*name || !strcmp(name, usable[i]->name)) return usable[i];

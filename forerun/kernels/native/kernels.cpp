@@ -551,7 +551,13 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
     }
 }
 
-const Variant variant = {NAME, run, pack, repack, unpack_row, draw, sample, rank};
+#if defined(__AMX_INT8__)
+bool works() { return tiles_work(); }
+#else
+bool works() { return true; }
+#endif
+
+const Variant variant = {NAME, works, run, pack, repack, unpack_row, draw, sample, rank};
 
 }  // namespace
 

@@ -291,7 +291,18 @@ const Product tiles_of[FORMATS][TALLEST + 1] = {
 #undef GROUPED
 #undef TALL
 
+}  // namespace
+
+#if defined(__AMX_INT8__)
+#include "products_amx.h"
+#endif
+
+namespace {
+
 void products(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
+#if defined(__AMX_INT8__)
+  if (products_of_many(a, block, rows, count, out)) return;
+#endif
   int tallest = grouped(a.format) ? TALLEST_GROUPED : TALLEST, tiles = (count + tallest - 1) / tallest;
   int64_t size = block_bytes(a);
   const bool once = tiles == 1 && (count <= WIDE_ROWS || !grouped(a.format));  // the block's lines are read one after the other
