@@ -67,14 +67,9 @@ class Eager(DepthPolicy):
         return [min(3, option.limit) for option in options]
 
     def cut_copy(
-        self,
-        kind: str,
-        acceptance: Acceptance,
-        copied: int,
-        batch: BatchState,
-        draft: Draft | None = None,
+        self, kind: str, acceptance: Acceptance, copied: int, *args: Any, **kwargs: Any
     ) -> tuple[int, float]:
-        return copied, super().cut_copy(kind, acceptance, copied, batch, draft)[1]
+        return copied, super().cut_copy(kind, acceptance, copied, *args, **kwargs)[1]
 
 
 def engine(

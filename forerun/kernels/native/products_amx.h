@@ -56,10 +56,10 @@ inline int64_t distance(const Row *rows, int count) {
   return between;
 }
 
-template <int F> void product_tiles(const Matrix &a, int block, const Row *rows, int count, Ahead ahead, float (*out)[BLOCK]) {
+// Of up to 16 rows that lie `between` bytes apart.
+template <int F> void product_tiles(const Matrix &a, int block, const Row *rows, int64_t between, int count, Ahead ahead, float (*out)[BLOCK]) {
   constexpr Layout L = layout(F);
   constexpr int INPUTS = L.group ? L.group : GROUP8, GROUPS = L.group ? 32 / L.group : 1, HALVES = L.group ? 2 : 1;
-  const int64_t between = distance(rows, count);
   const uint8_t *w = (const uint8_t *)a.weight + block * block_bytes(a);
   Scales<F, 2> scales{(const uint8_t *)a.scale + (int64_t)block * scale_bytes(F, a.padded), nullptr, 0, scale_bytes(F, a.padded), {}, {}};
   vf pair[TILE_ROWS][2];  // sums under one scale of the activations
@@ -105,20 +105,23 @@ template <int F> void product_tiles(const Matrix &a, int block, const Row *rows,
   if (F == INT8) scale_outputs(a, block, count, out);
 }
 
-using ProductTiles = void (*)(const Matrix &, int, const Row *, int, Ahead, float (*)[BLOCK]);
+using ProductTiles = void (*)(const Matrix &, int, const Row *, int64_t, int, Ahead, float (*)[BLOCK]);
 const ProductTiles tiles_of_many[FORMATS] = {
     nullptr, nullptr, product_tiles<INT8>, product_tiles<INT4>, nullptr, product_tiles<Q8_0>, product_tiles<Q4_1>,
     product_tiles<Q5_0>, product_tiles<Q5_1>, product_tiles<Q4_K>, product_tiles<Q5_K>, product_tiles<Q6_K>, product_tiles<MXFP4>};
 
-// The products of more rows than `products_wide.h` takes at once; false, with nothing done, where there are none.
+// As `products`, for more rows than one of its tiles takes; false, with nothing done, if the rows are few or lie at different
+// distances, as those of experts may, or if the weights are no integers.
 bool products_of_many(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
-  if (count <= TALLEST || !tiles_of_many[a.format] || !distance(rows, count)) return false;
+  if (count <= TALLEST || !tiles_of_many[a.format]) return false;
+  const int64_t between = distance(rows, count);
+  if (!between) return false;
   const int tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t size = block_bytes(a);
   const char *first = (const char *)a.weight + (block + 1) * size;
   for (int i = 0; i < tiles; i++) {
     Share tile = share(count, i, tiles);
-    tiles_of_many[a.format](a, block, rows + tile.from, tile.to - tile.from, Ahead{first + size * i / tiles, 128 / tiles}, out + tile.from);
+    tiles_of_many[a.format](a, block, rows + tile.from, between, tile.to - tile.from, Ahead{first + size * i / tiles, 128 / tiles}, out + tile.from);
   }
   return true;
 }
